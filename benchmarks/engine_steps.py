@@ -389,7 +389,7 @@ class Block:
 
 def vllm_scheduler() -> Sides:
     """The scheduler of a prefill engine: 256 requests run, and the blocks of others are kept until they are sent."""
-    from kvferry.engines.vllm.layouts import CacheGroup
+    from kvferry.engines.vllm.caches import CacheGroup
     from kvferry.engines.vllm.scheduling import SchedulerSide
 
     side = SchedulerSide([CacheGroup("all", ("layer",), 16)], engine="measured", may_send=True, may_receive=True)

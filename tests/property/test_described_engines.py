@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from tests.support.described import DescribedRank, wrong_bytes
 from torch.nn import Module
 
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.heads import CachedHeads, held_heads
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, split
 

@@ -97,6 +97,8 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
         paging: how pages and tokens are laid out.
         device: where the memory is.
         group: the name that shards with the same page numbers share.
+        has_every_token: whether it holds every token of a request, also where context parallelism has the rank's other
+            shards hold a share: a draft model's layers may be kept so.
 
     Raises:
         LayoutError: if the box leaves the component, counts do not fit, or two elements would share a byte.
@@ -109,6 +111,7 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
     paging: Paging
     device: Device = Device()
     group: Name = "kv"
+    has_every_token: bool = False
 
     def __post_init__(self) -> None:
         check_name("a group", self.group)
@@ -244,6 +247,7 @@ class PageGroup(msgspec.Struct, frozen=True):
         num_pages: pages, or slots, in each of its pools.
         has_slots: whether a page holds the one entry of a request instead of tokens.
         window_tokens: how many tokens at the end of a request it keeps; None keeps all.
+        has_every_token: whether it holds every token, whatever share the rank has of the others' tokens.
     """
 
     name: str
@@ -251,6 +255,7 @@ class PageGroup(msgspec.Struct, frozen=True):
     num_pages: int
     has_slots: bool
     window_tokens: int | None
+    has_every_token: bool = False
 
 
 def _group_of(shard: Shard) -> PageGroup:
@@ -261,6 +266,7 @@ def _group_of(shard: Shard) -> PageGroup:
         num_pages=paging.num_pages,
         has_slots=component.entry is Entry.REQUEST,
         window_tokens=component.window_tokens,
+        has_every_token=shard.has_every_token,
     )
 
 
@@ -272,7 +278,7 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         shards: the parts that it holds.
-        tokens: which token positions of every request it holds.
+        tokens: which token positions of every request it holds, but for shards that hold every one.
 
     Raises:
         LayoutError: if there is no shard, shards of a group differ in their pages, shards of a component overlap,
@@ -374,6 +380,11 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
                 return group
         raise LayoutError(f"no group {name!r}: there are {[group.name for group in self.groups]}")
 
+    def share_of(self, part: PageGroup | Shard) -> TokenShare:
+        """Returns which positions a group or a shard holds. State of a whole request has one, which is all of it."""
+        group = _group_of(part) if isinstance(part, Shard) else part
+        return TokenShare() if group.has_slots or group.has_every_token else self.tokens
+
     def shards_of(self, component: str) -> tuple[Shard, ...]:
         """Returns the shards of one component."""
         return tuple(shard for shard in self.shards if shard.component.name == component)
@@ -396,4 +407,5 @@ class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
 
 def _describe(group: PageGroup) -> str:
     pages = f"{group.num_pages} slots" if group.has_slots else f"{group.num_pages} pages of {group.page_tokens} tokens"
+    pages += " for every token" if group.has_every_token else ""
     return pages if group.window_tokens is None else f"{pages} with a window of {group.window_tokens} tokens"

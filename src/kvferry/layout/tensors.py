@@ -78,6 +78,7 @@ def shard_from_tensors(
     held: Mapping[str, Interval] | None = None,
     group: str | None = None,
     page_tokens: int | None = None,
+    has_every_token: bool = False,
 ) -> Shard:
     """Describes a rank's tensors of one component.
 
@@ -91,6 +92,7 @@ def shard_from_tensors(
         held: the intervals that the rank holds, by axis; axes that are missing are held whole.
         group: the name that shards with the same page numbers share; None takes `default_group`.
         page_tokens: tokens in a page, for packed pages alone.
+        has_every_token: whether the tensors have every token of a request, also where the rank has a share of others'.
 
     Raises:
         LayoutError: if shapes, dtypes, devices or strides do not fit, naming what was expected and what was found.
@@ -136,6 +138,7 @@ def shard_from_tensors(
         ),
         device=first.device,
         group=group or default_group(component),
+        has_every_token=has_every_token,
     )
 
 

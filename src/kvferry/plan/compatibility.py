@@ -81,13 +81,13 @@ def _uncuttable_pages(
             continue
         route = route_between(source, here.group, destination, there.group)
         pages = here.paging.page_tokens, there.paging.page_tokens
-        is_same_partition = source.tokens.partition == destination.tokens.partition
-        is_cut_anywhere = None in (source.tokens.partition.cut_tokens, destination.tokens.partition.cut_tokens)
-        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (is_cut_anywhere and not is_same_partition):
+        theirs, ours = route.source_share.partition, route.destination_share.partition
+        is_cut_anywhere = None in (theirs.cut_tokens, ours.cut_tokens)
+        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (is_cut_anywhere and theirs != ours):
             yield (
                 f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
-                f"{source_name} has pages of {pages[0]} tokens ({source.tokens.partition}) and {destination_name} "
-                f"pages of {pages[1]} ({destination.tokens.partition}); give both sides the same"
+                f"{source_name} has pages of {pages[0]} tokens ({theirs}) and {destination_name} "
+                f"pages of {pages[1]} ({ours}); give both sides the same"
             )
 
 
@@ -120,7 +120,8 @@ def check_token_share(layout: RankLayout, coordinates: RankCoordinates) -> None:
     """
     given_out = layout.tokens.partition.page_tokens
     for group in layout.groups:
-        if given_out is not None and not group.has_slots and given_out % group.page_tokens:
+        is_given_out = not group.has_slots and not group.has_every_token
+        if given_out is not None and is_given_out and given_out % group.page_tokens:
             raise LayoutError(
                 f"context parallelism gives out whole pages of {given_out} tokens, but pages of group {group.name!r} "
                 f"have {group.page_tokens}: give contiguous(cp_size, page_tokens) the size of the engine's pages"

@@ -73,10 +73,11 @@ class PairPlan:
             if key not in routes:
                 routes[key] = route_between(source, here.group, destination, there.group)
             is_partitioned = here.component.entry is not Entry.REQUEST
-            if piece.token_part != (source.tokens.part if is_partitioned else None):
+            held_part = source.share_of(here).part
+            if piece.token_part != (held_part if is_partitioned else None):
                 raise IncompatiblePeerError(
                     f"the plan asks for part {piece.token_part} of the tokens of {piece.component!r}, but this source "
-                    f"rank holds part {source.tokens.part}"
+                    f"rank holds part {held_part}"
                 )
             self._shards.append((here, there))
             self._routes.append(routes[key])

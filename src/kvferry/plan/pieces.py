@@ -50,13 +50,15 @@ class _Held:
     Attributes:
         bounds: start and stop of every shard's box, shape [shards, axes, 2].
         ranks: the group rank of every shard.
-        token_parts: the part of the tokens that the rank of every shard has.
+        token_parts: the part of the tokens that every shard has.
+        partition: how the ranks partition the tokens of the component.
     """
 
     component: Component
     bounds: NDArray[np.int64]
     ranks: NDArray[np.int64]
     token_parts: NDArray[np.int64]
+    partition: TokenPartition
 
 
 class SourceGroup:
@@ -78,7 +80,7 @@ class SourceGroup:
             raise IncompatiblePeerError(
                 f"the source ranks partition tokens differently: {'; '.join(sorted(map(str, partitions)))}"
             )
-        self.partition: TokenPartition = partitions.pop()
+        self._partition: TokenPartition = partitions.pop()
         self.layouts = dict(sorted(layouts.items()))
         self._held: dict[str, _Held] = {}
         self._cuts: dict[
@@ -86,20 +88,31 @@ class SourceGroup:
         ] = {}  # many receivers hold the same boxes
 
     def held(self, component: str) -> _Held | None:
-        """Returns what the ranks hold of a component; None if they do not have it at all."""
+        """Returns what the ranks hold of a component; None if they do not have it at all.
+
+        Raises:
+            IncompatiblePeerError: if some ranks hold every token of it, and others a share.
+        """
         if component not in self._held:
             shards = [
-                (rank, layout.tokens.part, shard)
+                (rank, layout.share_of(shard), shard)
                 for rank, layout in self.layouts.items()
                 for shard in layout.shards_of(component)
             ]
             if not shards:
                 return None
+            partitions = {share.partition for _, share, shard in shards if volume(shard.box)} or {self._partition}
+            if len(partitions) > 1:
+                raise IncompatiblePeerError(
+                    f"the source ranks partition the tokens of {component!r} differently: "
+                    f"{'; '.join(sorted(map(str, partitions)))}"
+                )
             self._held[component] = _Held(
                 component=shards[0][2].component,
                 bounds=np.array([[(part.start, part.stop) for part in shard.box] for _, _, shard in shards]),
                 ranks=np.array([rank for rank, _, _ in shards]),
-                token_parts=np.array([part for _, part, _ in shards]),
+                token_parts=np.array([share.part for _, share, _ in shards]),
+                partition=partitions.pop(),
             )
         return self._held[component]
 
@@ -107,7 +120,8 @@ class SourceGroup:
         """Returns the parts of the tokens from which a receiver with that share needs entries of a component."""
         if component.entry is Entry.REQUEST:
             return (None,)
-        return parts_met(self.partition, share)
+        held = self.held(component.name)
+        return parts_met(self._partition if held is None else held.partition, share)
 
     def pieces_for(self, receiver: RankLayout) -> tuple[Piece, ...]:
         """Cuts everything that a receiver holds into pieces that have the same holders throughout.
@@ -125,7 +139,7 @@ class SourceGroup:
                 if not shard.component.is_optional and volume(shard.box):
                     raise IncompatiblePeerError(f"no source rank has component {shard.component.name!r}")
                 continue
-            parts = self.token_parts(shard.component, receiver.tokens)
+            parts = self.token_parts(shard.component, receiver.share_of(shard))
             key = shard.component.name, shard.box, parts
             if key not in self._cuts:
                 self._cuts[key] = self._cut(held, shard.box, parts)
@@ -154,7 +168,7 @@ class SourceGroup:
 
     def _why_nobody_holds(self, held: _Held, part: Box, token_part: int | None) -> str:
         component = held.component
-        tokens = "" if token_part is None or self.partition.is_whole else f" for part {token_part} of the tokens"
+        tokens = "" if token_part is None or held.partition.is_whole else f" for part {token_part} of the tokens"
         boxes = [tuple(Interval(*map(int, pair)) for pair in bounds) for bounds in held.bounds]
         return (
             f"no source rank holds {component.name!r} {component.describe(part)}{tokens}, which this rank needs; the "

@@ -85,8 +85,6 @@ def prove_receiver(
     receiver: int,
 ) -> Proof:
     """Proves the plan for one receiving rank; arguments and errors as in `prove`."""
-    partition = next(iter(sources.values())).tokens.partition
-    _prove_partition(partition)
     _prove_partition(layout.tokens.partition)
     by_component: dict[str, list[Piece]] = {}
     for piece in pieces:
@@ -103,8 +101,10 @@ def prove_receiver(
             absent.append(name)
             continue
         mine = [piece for piece in by_component.get(name, []) if covers(shard.box, piece.box)]
+        partition = _partition_of(sources, name)
+        _prove_partition(partition)
         by_part: dict[int | None, list[Piece]] = {
-            part: [] for part in _parts_needed(shard.component, partition, layout.tokens)
+            part: [] for part in _parts_needed(shard.component, partition, layout.share_of(shard))
         }
         for piece in mine:
             if piece.token_part not in by_part:
@@ -170,6 +170,19 @@ def _prove_blocks(partition: TokenPartition, block: BlockLength) -> None:
             raise ProofError(f"part {part} of {partition} counts other tokens than it holds")
     if not np.all(owners == 1):
         raise ProofError(f"{partition}: some token has {owners.min()} owners, some {owners.max()}")
+
+
+def _partition_of(sources: Mapping[int, RankLayout], component: str) -> TokenPartition:
+    """Returns how the ranks that hold anything of a component partition its tokens, which is all of them alike."""
+    partitions = {
+        source.share_of(shard).partition
+        for source in sources.values()
+        for shard in source.shards_of(component)
+        if volume(shard.box)
+    }
+    if len(partitions) > 1:
+        raise ProofError(f"ranks partition the tokens of {component!r} differently: {'; '.join(map(str, partitions))}")
+    return partitions.pop() if partitions else TokenPartition()
 
 
 def _parts_needed(component: Component, partition: TokenPartition, share: TokenShare) -> tuple[int | None, ...]:
@@ -269,7 +282,7 @@ def _prove_holder(piece: Piece, writer: int, source: RankLayout | None, shard: S
     held = source.shard_with(piece.component, piece.box) if source is not None else None
     if source is None or held is None or writer not in piece.holders:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but does not hold it")
-    if piece.token_part is not None and source.tokens.part != piece.token_part:
+    if piece.token_part is not None and source.share_of(held).part != piece.token_part:
         raise ProofError(f"rank {writer} was elected to send {_name(shard, piece)} but holds other tokens of it")
     return held
 

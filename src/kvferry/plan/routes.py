@@ -47,8 +47,7 @@ class Route:
 def route_between(source: RankLayout, source_group: str, destination: RankLayout, destination_group: str) -> Route:
     """Makes the route from a group of one rank to a group of another."""
     here, there = source.group(source_group), destination.group(destination_group)
-    # State of a whole request has a single position, which every rank that keeps the state holds.
-    shares = (TokenShare(), TokenShare()) if here.has_slots else (source.tokens, destination.tokens)
+    shares = source.share_of(here), destination.share_of(there)
     return Route(
         source_group=source_group,
         destination_group=destination_group,

@@ -57,7 +57,7 @@ def needed_pages(
     Args:
         whole_window: whether a window's group gets pages for all tokens, not only for those in the window.
     """
-    positions = positions_of(layout.tokens, tokens)
+    positions = positions_of(layout.share_of(group), tokens)
     first = 0 if whole_window else first_needed(group.window_tokens, tokens, prefix_tokens)
     start = sum(position < first for position in positions)
     pages = range(start // group.page_tokens, -(-len(positions) // group.page_tokens))
@@ -107,9 +107,9 @@ def places(
         prefix_tokens: the first position that is needed, windows aside; None asks for all that the pages hold.
     """
     kept, length = _placed(layout, pages, tokens, prefix_tokens)
-    positions = positions_of(layout.tokens, length)
+    held = {group.name: positions_of(layout.share_of(group), length) for group in layout.groups}
     for shard in layout.shards:
-        own = kept[shard.group]
+        own, positions = kept[shard.group], held[shard.group]
         if shard.component.name in absent or not len(own.pages):
             continue
         where, numbers = _entries(shard, own, positions, length, prefix_tokens)
@@ -122,8 +122,9 @@ def left_open(
 ) -> Iterator[tuple[Shard, int, tuple[int, int]]]:
     """The entries that may change or not."""
     kept, length = _placed(layout, pages, tokens, prefix_tokens)
-    positions = positions_of(layout.tokens, length)
+    positions_in = {group.name: positions_of(layout.share_of(group), length) for group in layout.groups}
     for shard in layout.shards:
+        positions = positions_in[shard.group]
         own, size = kept[shard.group], shard.paging.page_tokens
         if shard.component.name in absent or shard.component.entry is not Entry.TOKEN or not len(own.pages):
             continue

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from tests.support.vllm_ranks import ALONE
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -41,8 +42,9 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry import RankCoordinates
+from kvferry.engines.vllm.caches import ModelShape
 from kvferry.engines.vllm.connector import cache_forms, groups_of, heads_of, kept_states
-from kvferry.engines.vllm.layouts import ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.worker import WorkerSide
@@ -270,7 +272,7 @@ class Engine:
         self.manager = KVCacheManager(
             kept, 4096, scheduler_block_size=block_size, hash_block_size=hash_block, enable_caching=not sends
         )
-        self.scheduler = SchedulerSide(groups_of(kept), engine=name, may_send=sends, may_receive=not sends)
+        self.scheduler = SchedulerSide(groups_of(kept, ALONE), engine=name, may_send=sends, may_receive=not sends)
         self.scheduler.bind(self.tables, self.manager.block_pool)
 
     def _add_rank(self, network: LocalNetwork, rank: int, tp: int) -> None:
@@ -282,7 +284,7 @@ class Engine:
         self.kept = kept = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), POOL_BYTES)
         layout = KVCacheLayout[self.model.layout]
         caches = allocate_kv_cache(kept, torch.device("cpu"), layout)
-        self.groups = groups_of(kept)
+        self.groups = groups_of(kept, ALONE)
         heads = heads_of(config, kept, coordinates)
         described = describe(
             caches,

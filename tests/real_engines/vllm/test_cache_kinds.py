@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.shown import collected, files_of, problems
+from tests.support.vllm_ranks import ALONE
 from vllm import SamplingParams
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
 from vllm.v1 import kv_cache_interface
@@ -36,8 +37,9 @@ from vllm.v1.request import Request
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
+from kvferry.engines.vllm.caches import HeldHeads, ModelShape
 from kvferry.engines.vllm.connector import KVFerryConnector, cache_forms, groups_of, heads_of
-from kvferry.engines.vllm.layouts import HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.errors import LayoutError
 from kvferry.layout import Entry
 
@@ -82,7 +84,8 @@ def test_vllms_own_specs_are_taken_or_refused_by_name():
             SlidingWindowSpec(**SIZES, sliding_window=8),
             ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=32),
             MambaSpec(16, ((4, 4),), (torch.float32,)),
-        )
+        ),
+        ALONE,
     )
     assert [(group.block_tokens, group.window_tokens, group.chunk_tokens, group.has_state) for group in taken] == [
         (16, None, None, False),
@@ -93,18 +96,18 @@ def test_vllms_own_specs_are_taken_or_refused_by_name():
     with pytest.raises(
         LayoutError, match=r"'model.layers.1.attn' keep .* of an encoder \(CrossAttentionSpec\).* with any connector"
     ):
-        groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)))
+        groups_of(config(FullAttentionSpec(**SIZES), CrossAttentionSpec(**SIZES)), ALONE)
     with pytest.raises(LayoutError, match=r"'model.layers.0.attn' keep LocalSpec, which kvferry's plug-in .* not know"):
-        groups_of(config(LocalSpec(**SIZES)))
+        groups_of(config(LocalSpec(**SIZES)), ALONE)
     with pytest.raises(LayoutError, match="keep LocalSpec"):
-        groups_of(config(UniformTypeKVCacheSpecs(16, {"model.layers.0.attn": LocalSpec(**SIZES)})))
+        groups_of(config(UniformTypeKVCacheSpecs(16, {"model.layers.0.attn": LocalSpec(**SIZES)})), ALONE)
 
 
 @pytest.mark.shows("vllm", "RSWASpec")
 def test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole():
     """So that a prompt is sent as with full attention; only between it and the last tokens are blocks given away."""
     spec = RSWASpec(**SIZES, rswa_window=32)
-    (group,) = groups_of(config(spec))
+    (group,) = groups_of(config(spec), ALONE)
     assert (group.gives_blocks_away, group.first_attended(300)) == (False, 0)
     blocks = {"scheduler_block_size": 16, "hash_block_size": 16}
     manager = KVCacheManager(config(spec, num_blocks=64), 1024, **blocks, enable_caching=False)
@@ -139,7 +142,7 @@ def test_hidden_states_are_a_drafts_and_the_same_on_every_rank():
         layouts.append(
             describe(
                 caches,
-                groups_of(kept),
+                groups_of(kept, ALONE),
                 ModelShape(1, drafts=(hidden,)),
                 coordinates,
                 heads={**heads, model: HeldHeads(2 * tp, Interval(2 * tp - 2, 2 * tp))},
@@ -158,7 +161,7 @@ def test_vllm_cannot_make_the_manager_of_sinks():
     with pytest.raises(TypeError, match="needs_kv_cache_zeroing"):
         KVCacheManager(config(spec), 1024, scheduler_block_size=16, hash_block_size=16, enable_caching=False)
     with pytest.raises(LayoutError, match=r"vLLM 0\.32 cannot make the manager"):
-        groups_of(config(spec))
+        groups_of(config(spec), ALONE)
 
 
 def test_vllm_asserts_that_no_connector_serves_a_model_with_an_encoder():

@@ -112,3 +112,32 @@ def test_multi_connector_finds_it_by_its_name(connector_module: Any):
     """Where it looks up whose statistics it is given; before, that ended the decode engine."""
     assert Factory.known == {"KVFerryConnector": (MODULE, "KVFerryConnector")}
     connector_module.register()  # a second import
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_every_stage_is_compared_by_the_layers_of_all(
+    connector_module: Any, monkeypatch: pytest.MonkeyPatch, stage: int
+):
+    """A stage that has no layers with windows, or no draft, is the same engine's as one that has."""
+    stages = [({"a": ("full", "FLASH")}, ()), ({"b": ("window", "TRITON"), "c": ("full", "FLASH")}, ("c",))]
+    told = [([("full", "FLASH")], []), ([("window", "TRITON")], [("full", "FLASH")])]
+    compared: dict[str, Any] = {}
+
+    def identity(_: Any, layers: Any, **more: Any) -> Any:
+        compared.update(layers=layers, drafts=more["draft_layers"])
+        return SimpleNamespace(fingerprint=dict)
+
+    def of_all_stages(own: Any) -> list[Any]:
+        assert own == told[stage]
+        return told
+
+    kept, drafts = stages[stage]
+    monkeypatch.setattr(connector_module, "kept_by_layers", lambda *_: dict(kept))
+    monkeypatch.setattr(connector_module, "cache_identity", identity)
+    monkeypatch.setattr(connector_module, "of_all_stages", of_all_stages)
+    monkeypatch.setattr(connector_module, "current_platform", SimpleNamespace(fp8_dtype=str))
+    monkeypatch.setattr(connector_module.vllm, "__version__", "0", raising=False)
+    connector = object.__new__(connector_module.KVFerryConnector)
+    connector._vllm_config = connector._kv_cache_config = None
+    connector._fingerprint(SimpleNamespace(drafts=drafts, packing=None))
+    assert compared == {"layers": [("full", "FLASH"), ("window", "TRITON")], "drafts": [("full", "FLASH")]}

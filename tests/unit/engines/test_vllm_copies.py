@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.copies import BlockCopier
-from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.steps import GroupBlocks
 
 BLOCKS = 6

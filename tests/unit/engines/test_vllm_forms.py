@@ -11,8 +11,9 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.states import WHOLE_REQUEST, ring_of
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates

@@ -9,17 +9,15 @@ import pytest
 import torch
 
 from kvferry import RankCoordinates
+from kvferry.engines.vllm.caches import CacheGroup, ModelShape
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
-from kvferry.engines.vllm.layouts import CacheGroup, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.errors import LayoutError, SettingsError
 
 
-def configuration(
-    *, experts: bool = False, hisparse: object = None, decode: int = 1, prefill: int = 1, lookahead: int = 0
-) -> Any:
+def configuration(*, experts: bool = False, hisparse: object = None, lookahead: int = 0) -> Any:
     """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(decode_context_parallel_size=decode, prefill_context_parallel_size=prefill),
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         attention_config=SimpleNamespace(hisparse_config=hisparse),
         num_prefill_lookahead_tokens=lookahead,
@@ -38,8 +36,6 @@ def test_what_is_right_is_not_refused():
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server",
         ),
         ({"hisparse": object()}, "leave out hisparse_config and the HiSparseConnector"),
-        ({"decode": 2}, "--decode-context-parallel-size is 2, and caches under context parallelism"),
-        ({"prefill": 4}, "--prefill-context-parallel-size is 4, and caches under context parallelism"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_name(changes: dict[str, Any], said: str):
@@ -50,9 +46,9 @@ def test_what_would_be_wrong_is_refused_by_name(changes: dict[str, Any], said: s
 
 def test_all_of_it_is_said_at_once():
     with pytest.raises(SettingsError) as caught:
-        refuse_what_would_be_wrong(configuration(experts=True, decode=2))
+        refuse_what_would_be_wrong(configuration(experts=True, hisparse=object()))
     assert "routed-experts" in str(caught.value)
-    assert "--decode-context-parallel-size" in str(caught.value)
+    assert "hisparse_config" in str(caught.value)
 
 
 @pytest.mark.parametrize(("lookahead", "held_back"), [(0, 1), (1, 1), (2, 2), (3, 3)])

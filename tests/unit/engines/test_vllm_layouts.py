@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm.layouts import CacheGroup, DescribedCaches, HeldHeads, ModelShape, layer_number
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.layouts import DescribedCaches, layer_number
 from kvferry.engines.vllm.layouts import describe as describe_with
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates, split

@@ -15,8 +15,9 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages, RankCoordinates, split
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.forms import forms_of
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parts import CachePart, parts_of
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout.shard import RankLayout

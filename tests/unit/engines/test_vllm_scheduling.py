@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
-from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
 from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks

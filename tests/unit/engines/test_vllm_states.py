@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +12,10 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
-from kvferry.engines.vllm.states import SHARE, KeptStates, State, StateLayer, state_shards, states_of
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.components import named
+from kvferry.engines.vllm.layouts import describe
+from kvferry.engines.vllm.states import SHARE, KeptStates, State, StateLayer, state_forms, state_shards, states_of
 from kvferry.errors import LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates
 from kvferry.layout.shard import RankLayout, Shard
@@ -109,13 +111,20 @@ def rank_states(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[tuple[S
     return states, layers
 
 
+def shards_from(layers: Sequence[StateLayer], coordinates: RankCoordinates) -> list[Shard]:
+    """The shards of layers that are all of the model's that keep state."""
+    forms = state_forms(layers, LAYERS, coordinates)
+    components = named(forms)
+    return [shard for form, pieces in forms.items() for shard in state_shards(components[form], pieces)]
+
+
 def shards_of(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[list[Shard], list[tuple[Any, ...]]]:
     states, tensors = rank_states(kind, tp, rank, first=first)
     layers = [
         StateLayer(number, f"layers.{number}", "group 1", KeptStates(states, each))
         for number, each in enumerate(tensors)
     ]
-    return [*state_shards(layers, LAYERS, RankCoordinates(tp_rank=rank, tp_size=tp))], tensors
+    return shards_from(layers, RankCoordinates(tp_rank=rank, tp_size=tp)), tensors
 
 
 def values(shard: Shard, layer: int, memory: tuple[Any, ...]) -> np.ndarray:
@@ -164,7 +173,7 @@ def test_what_nobody_knows_is_a_ranks_share():
     assert [state.parts for state in states] == [None, None]
     tensors = tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes)
     layer = StateLayer(2, "layers.2", "g", KeptStates(states, tensors))
-    shards = [*state_shards([layer], LAYERS, RankCoordinates(tp_rank=1, tp_size=2))]
+    shards = [*shards_from([layer], RankCoordinates(tp_rank=1, tp_size=2))]
     assert [shard.component.axes[1].name for shard in shards] == [SHARE, SHARE]
     assert {shard.box[1] for shard in shards} == {Interval(1, 2)}
 
@@ -198,7 +207,7 @@ def test_a_tensor_that_is_not_what_vllm_says_is_named():
     with pytest.raises(
         LayoutError, match=r"state 0 of layer 'model.layers.0.mixer' has shape \(4, 2\) where vLLM says"
     ):
-        list(state_shards([layer], LAYERS, RankCoordinates()))
+        shards_from([layer], RankCoordinates())
 
 
 def described(numbers: list[int], *, tp_rank: int = 0, tp_size: int = 1) -> RankLayout:
@@ -259,7 +268,7 @@ def test_a_share_is_exchanged_with_the_same_number_of_ranks_alone():
         states = states_of(made, None, coordinates, channels_first=False)
         kept = KeptStates(states, tuple(torch.zeros(BLOCKS, *shape) for shape in made.shapes))
         layer = StateLayer(0, "layers.0", "g", kept)
-        return RankLayout(shards=tuple(state_shards([layer], LAYERS, coordinates)))
+        return RankLayout(shards=tuple(shards_from([layer], coordinates)))
 
     check_exchangeable(layout(0, 2), layout(1, 2), source_name="prefill", destination_name="decode")
     with pytest.raises(Exception, match=SHARE):

@@ -297,6 +297,16 @@ def test_shards_that_share_page_numbers_form_a_group():
         rank.group("w")
 
 
+def test_a_group_may_hold_every_token_on_a_rank_that_holds_a_share():
+    draft = renamed(shard(addresses=(0x7000, 0x8000), group="draft", has_every_token=True), "draft")
+    share = TokenShare(interleaved(2), 1)
+    rank = RankLayout(shards=(shard(), draft, state()), tokens=share)
+    assert [rank.share_of(group) for group in rank.groups] == [share, TokenShare(), TokenShare()]
+    assert [rank.share_of(each) for each in rank.shards] == [share, TokenShare(), TokenShare()]
+    with pytest.raises(LayoutError, match="'draft' has 2 pages of 4 tokens for every token, 'k' has 2 pages of 4 tok"):
+        RankLayout(shards=(shard(), msgspec.structs.replace(draft, group="kv")), tokens=share)
+
+
 def layer_of_k(layer: int, *, group: str, address: int, heads: Interval = COMPONENT.whole[1]) -> Shard:
     return shard(box=(Interval(layer, layer + 1), heads, Interval(0, 2)), addresses=(address,), group=group)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -47,6 +47,7 @@ from kvferry.plan import (
     Runs,
     Segments,
     Units,
+    check_exchangeable,
     lower,
     pieces_for_receiver,
     proof,
@@ -90,15 +91,30 @@ def engine(
     order: PageOrder = PageOrder.NHD,
     page_tokens: int = 4,
     components: Sequence[ShardedComponent] = (K, V),
+    whole: Collection[str] = (),
 ) -> dict[int, RankLayout]:
-    """All ranks that share a request, by group rank."""
+    """All ranks that share a request, by group rank.
+
+    Args:
+        whole: components of which every rank has all tokens, whatever the partition says.
+    """
     pools = VirtualPools(
         page_tokens=page_tokens, num_pages=2, order=order, partition=partition, layers_per_stage=stages
     )
     return {
-        rank.group_rank: virtual_layout(components, rank, pools)
+        rank.group_rank: with_every_token(virtual_layout(components, rank, pools), whole)
         for rank in all_coordinates(tp_size=tp, cp_size=partition.num_parts, pp_size=len(stages))
     }
+
+
+def with_every_token(layout: RankLayout, components: Collection[str]) -> RankLayout:
+    shards = (
+        msgspec.structs.replace(shard, has_every_token=True, group=shard.component.name)
+        if shard.component.name in components
+        else shard
+        for shard in layout.shards
+    )
+    return msgspec.structs.replace(layout, shards=tuple(shards))
 
 
 @pytest.fixture
@@ -143,6 +159,7 @@ def test_right_plans_of_any_parallelism_and_pages_are_proved(data: st.DataObject
             order=data.draw(st.sampled_from([PageOrder.NHD, PageOrder.HND])),
             page_tokens=data.draw(st.sampled_from([1, 4, 6, 16])),
             components=HYBRID,
+            whole=data.draw(st.sets(st.sampled_from(["v", "latent", "w", "state"]))),
         )
 
     sources, receivers = some_engine(), some_engine()
@@ -155,6 +172,25 @@ def test_right_plans_of_any_parallelism_and_pages_are_proved(data: st.DataObject
 def test_packed_pages_are_proved(partition: TokenPartition):
     sides = (engine(tp, order=PageOrder.PACKED, components=HYBRID, partition=partition) for tp in (3, 2))
     assert prove(*sides, room=0).receivers == 2 * partition.num_parts
+
+
+def test_packed_pages_of_which_every_rank_has_all_tokens_are_proved():
+    """A partition that would cut them does not touch them."""
+    one, other = (
+        engine(
+            order=PageOrder.PACKED, components=HYBRID, partition=interleaved(2, turn), whole=["k", "v", "latent", "w"]
+        )
+        for turn in (1, 2)
+    )
+    check_exchangeable(one[0], other[0], source_name="prefill", destination_name="decode")
+    assert prove(one, other, room=0).receivers == 2
+
+
+def test_ranks_that_do_not_all_have_every_token_of_a_component_are_refused():
+    sources = engine(partition=interleaved(2))
+    sources[1] = with_every_token(sources[1], ["v"])
+    with pytest.raises(IncompatiblePeerError, match=r"partition the tokens of 'v' differently: blocks of 1 .* every"):
+        prove(sources, engine(), room=0)
 
 
 def test_dealings_of_very_long_blocks_are_proved_without_looking_at_every_token():

@@ -6,6 +6,7 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 from __future__ import annotations
 
 import logging
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +32,7 @@ from vllm.v1.request import RequestStatus
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
@@ -43,16 +45,18 @@ from kvferry.engines.vllm.identity import (
     cache_identity,
     multimodal_inputs,
 )
-from kvferry.engines.vllm.layouts import CacheGroup, HeldHeads, ModelShape, describe
+from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.shares import check_turns, sharing_ranks, worker_place
+from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
@@ -94,12 +98,15 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
-        self._groups = groups_of(kv_cache_config)
+        is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._stages = 1 if is_scheduler else vllm_config.parallel_config.pipeline_parallel_size
+        with telling_problems(self._stages):
+            self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         if notice := buffer_notice(transfer.kv_buffer_device, current_platform.device_type):
             log.warning(notice)
-        if role is KVConnectorRole.SCHEDULER:
+        if is_scheduler:
             conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
                 self._groups,
@@ -121,36 +128,43 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
-        coordinates = coordinates_of()
-        model = model_shape(self._vllm_config, self._kv_cache_config)
-        described = describe(
-            kv_caches,
-            self._groups,
-            model,
-            coordinates,
-            heads=heads_of(self._vllm_config, self._kv_cache_config, coordinates),
-            states=kept_states(self._vllm_config, self._kv_cache_config, coordinates, kv_caches),
-            forms=cache_forms(self._vllm_config, self._kv_cache_config),
-            num_blocks=self._kv_cache_config.num_blocks,
-        )
+        with telling_problems(self._stages):
+            place = worker_place(self._vllm_config.parallel_config)
+            check_turns(self._groups, place.tokens)
+            model = model_shape(self._vllm_config, self._kv_cache_config)
+            described = describe(
+                kv_caches,
+                self._groups,
+                model,
+                place.in_model,
+                heads=heads_of(self._vllm_config, self._kv_cache_config, place.in_model),
+                states=kept_states(self._vllm_config, self._kv_cache_config, place.in_model, kv_caches),
+                forms=cache_forms(self._vllm_config, self._kv_cache_config),
+                num_blocks=self._kv_cache_config.num_blocks,
+                tokens=place.tokens,
+                everywhere=lambda forms: chain.from_iterable(of_all_stages(forms)),
+            )
+            fingerprint = self._fingerprint(model)
         self._worker = WorkerSide(
             described,
             BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
-            coordinates,
+            place.in_engine,
             self._settings,
             engine=self._engine,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
-            fingerprint=self._fingerprint(model),
+            fingerprint=fingerprint,
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:
-        """Returns what this worker's caches are beyond their layout."""
+        """Returns what the engine's caches are beyond their layout: the same on every worker."""
         kept = kept_by_layers(self._vllm_config, self._kv_cache_config)
+        drafts = [kept.pop(name) for name in model.drafts]
+        stages = of_all_stages((list(kept.values()), drafts))
         identity = cache_identity(
             self._vllm_config,
-            [each for name, each in kept.items() if name not in model.drafts],
-            draft_layers=[kept[name] for name in model.drafts],
+            [each for layers, _ in stages for each in layers],
+            draft_layers=[each for _, drafts in stages for each in drafts],
             version=vllm.__version__,
             fp8_dtype=str(current_platform.fp8_dtype()),
             packing=model.packing,
@@ -304,19 +318,6 @@ def fence() -> Fence | None:
     return reached
 
 
-def coordinates_of() -> RankCoordinates:
-    """Returns a worker's place. Each engine of a data-parallel deployment is one of its own, with its own name."""
-    from vllm.distributed.parallel_state import get_pp_group, get_tp_group
-
-    tensor, pipeline = get_tp_group(), get_pp_group()
-    return RankCoordinates(
-        tp_rank=tensor.rank_in_group,
-        tp_size=tensor.world_size,
-        pp_rank=pipeline.rank_in_group,
-        pp_size=pipeline.world_size,
-    )
-
-
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:
     """Returns what the whole model has."""
     model = vllm_config.model_config
@@ -359,13 +360,15 @@ def compares_content(vllm_config: VllmConfig, settings: Settings) -> bool:
     return not is_waived and multimodal_inputs(vllm_config) != BY_PLACE
 
 
-def groups_of(kv_cache_config: KVCacheConfig) -> tuple[CacheGroup, ...]:
+def groups_of(kv_cache_config: KVCacheConfig, parallel_config: ParallelConfig) -> tuple[CacheGroup, ...]:
     """Returns the groups that are transferred.
 
     Raises:
         LayoutError: if one has something that cannot be described.
+        SettingsError: if ranks share tokens in a version of vLLM that does not say of which groups.
     """
-    return tuple(_group(f"group {number}", group) for number, group in enumerate(kv_cache_config.transfer_groups))
+    groups = enumerate(kv_cache_config.transfer_groups)
+    return tuple(_group(f"group {number}", group, parallel_config) for number, group in groups)
 
 
 def first_spec(spec: KVCacheSpec) -> KVCacheSpec:
@@ -462,7 +465,7 @@ def kept_states(
     return kept
 
 
-def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
+def _group(name: str, group: KVCacheGroupSpec, parallel_config: ParallelConfig) -> CacheGroup:
     check_on_device(group)
     for layer, each in layer_specs(group).items():
         check_transferred(each, layer)
@@ -476,6 +479,7 @@ def _group(name: str, group: KVCacheGroupSpec) -> CacheGroup:
         chunk_tokens=spec.attention_chunk_size if isinstance(spec, ChunkedLocalAttentionSpec) else None,
         has_state=is_of_request(spec),
         is_prefix_cached=getattr(spec, "prefix_cacheable", True),  # vLLM 0.31 knows no others
+        token_ranks=sharing_ranks(group.kv_cache_spec, parallel_config),
     )
 
 

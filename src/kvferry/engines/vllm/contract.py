@@ -7,7 +7,7 @@ its own beside this one, and a contract of its own here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvferry.engines.contract import (
@@ -246,8 +246,8 @@ def _configuration() -> Iterator[Line]:
     yield Fields("vllm.config.aux_output:AuxOutputConfig", ("enable_return_routed_experts",), "ours refuses it")
     yield Fields(
         "vllm.config.parallel:ParallelConfig",
-        ("decode_context_parallel_size", "prefill_context_parallel_size"),
-        "ours refuses context parallelism",
+        ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"),
+        "which ranks share tokens and layers",
     )
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_buffer_device", "kv_connector_extra_config"), _READ)
@@ -258,6 +258,27 @@ def _configuration() -> Iterator[Line]:
     for name in ("get_tp_group", "get_pp_group"):
         yield Call(f"{state}:{name}", 0, (), "a worker's place")
     yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+    yield Fields(f"{state}:GroupCoordinator", ("cpu_group",), "pipeline stages tell each other what they have")
+
+
+def _context_parallelism() -> Iterator[Line]:
+    """What says which tokens a rank keeps. A vLLM without `dcp_sharded` does not start with any of it."""
+    needed_for = "which tokens a rank keeps"
+    yield Fields("vllm.config.parallel:ParallelConfig", ("cp_kv_cache_interleave_size",), needed_for)
+    yield Fields("vllm.v1.kv_cache_interface:KVCacheSpec", ("dcp_sharded",), needed_for)
+    state = "vllm.distributed.parallel_state"
+    for name in ("get_pcp_group", "get_dcp_group"):
+        yield Call(f"{state}:{name}", 0, (), needed_for)
+    yield Mentions(
+        "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.__init__",
+        ("dcp_sharded", "dcp_world_size", "block_size"),
+        "for how many tokens a block stands",
+    )
+    yield Mentions(
+        "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
+        ("adjust_dcp_kv_cache_interleave_size",),
+        "in which turns ranks take tokens is settled before ours reads it",
+    )
 
 
 def _identity() -> Iterator[Line]:
@@ -335,12 +356,12 @@ def _connectors_and_metrics() -> Iterator[Line]:
     yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
 
 
-def _contract(tried: str, unknown: frozenset[str] = frozenset()) -> Contract:
+def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
     others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_connectors_and_metrics())
-    return Contract("vLLM", (tried,), (*_hooks(unknown), *others))
+    return Contract("vLLM", (tried,), (*_hooks(unknown), *others, *more))
 
 
-CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0"))
+CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0", more=_context_parallelism()))
 """What holds wherever vLLM runs, in each version that was tried."""
 
 CPU_LINES: tuple[Line, ...] = (

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvferry.engines.vllm.layouts import CacheGroup
+from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.steps import GroupBlocks
 
 

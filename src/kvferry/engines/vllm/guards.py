@@ -6,13 +6,16 @@ Where vLLM 0.32 asks for a connector's name, and what ours does there:
 |---|---|---|
 | `VllmConfig._verify_aux_output_compatibility` | refuses `--enable-return-routed-experts` | refuses it |
 | `VllmConfig.__post_init__`, HiSparse | warns of all but NIXL's and Mooncake's store | refuses it |
-| the same, `adjust_dcp_kv_cache_interleave_size`, `validate_block_size` | rules for context parallelism | refuses it |
+| the same | of NIXL's: refuses part of tensor parallelism's ranks sharing tokens, and all but latents | takes either |
+| `adjust_dcp_kv_cache_interleave_size` | lets NIXL's ranks take whole blocks in turns | takes any turns |
+| `validate_block_size` | compares these turns with the block size, but for NIXL's | does so for every group |
 | `CpuPlatform.check_and_update_config` | has convolutions' channels come first | takes either order |
 | `MultiConnector`, `KVConnectorFactory.supports_hma_config` | looks classes up by name | ours is registered |
 | `report_usage_stats` | reports the name | nothing to do |
 
-What the NIXL connector refuses in its own constructor is context parallelism too. What it holds back of a prompt, for
-models that draft with several modules, is held back here as well: see `held_back_tokens`.
+What the NIXL connector refuses in its own constructor is prefill context parallelism on decode servers, and together
+with decode context parallelism unless there is no tensor parallelism: ours takes all of it (`shares`). What it holds
+back of a prompt, for models that draft with several modules, is held back here as well: see `held_back_tokens`.
 """
 
 from __future__ import annotations
@@ -38,14 +41,6 @@ def refuse_what_would_be_wrong(vllm_config: Any) -> None:
 
 
 def _problems(vllm_config: Any) -> Iterator[str]:
-    parallel = vllm_config.parallel_config
-    for option in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        size = getattr(parallel, option)
-        if size > 1:
-            yield (
-                f"--{option.replace('_', '-')} is {size}, and caches under context parallelism are not described yet: "
-                "leave it at 1"
-            )
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server, so that the "

@@ -18,7 +18,7 @@ from typing import Any
 from torch.nn import Module
 
 from kvferry import Interval, RankCoordinates
-from kvferry.engines.vllm.layouts import HeldHeads
+from kvferry.engines.vllm.caches import HeldHeads
 from kvferry.errors import LayoutError
 
 _FURTHEST = 2

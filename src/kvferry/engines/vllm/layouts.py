@@ -12,7 +12,7 @@ entry for something else than one token, `forms` says.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -26,83 +26,17 @@ from kvferry import (
     RankLayout,
     Shard,
     TensorGeometry,
+    TokenShare,
     geometry,
     shard_from_tensors,
 )
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.components import ComponentForm, named, with_those_elsewhere
 from kvferry.engines.vllm.forms import ATTENTION, CacheForm, packed
-from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_shards
+from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_forms, state_shards
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
-
-
-@dataclass(frozen=True, slots=True)
-class CacheGroup:
-    """The layers that share a block table.
-
-    Attributes:
-        name: what the group is called in layouts; no other group of the rank has the same.
-        layer_names: as vLLM calls them.
-        block_tokens: tokens in a block of the block table.
-        window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
-        chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
-            own chunk alone; None where there are none.
-        has_state: whether its layers keep recurrent state, or a ring: of a request only the block of its last token
-            counts.
-        is_prefix_cached: whether vLLM's prefix cache has blocks of it. If not, nothing of it is there when a request
-            comes.
-    """
-
-    name: str
-    layer_names: tuple[str, ...]
-    block_tokens: int
-    window_tokens: int | None = None
-    chunk_tokens: int | None = None
-    has_state: bool = False
-    is_prefix_cached: bool = True
-
-    @property
-    def gives_blocks_away(self) -> bool:
-        """Whether vLLM takes blocks back from a request that is running, once no later token needs them."""
-        return self.window_tokens is not None or self.chunk_tokens is not None or self.has_state
-
-    def first_attended(self, tokens: int) -> int:
-        """Returns the position of the first token that the one behind so many tokens attends to.
-
-        It is the number of tokens itself where that one begins a chunk: it attends to none of them.
-        """
-        if self.chunk_tokens is not None:
-            return tokens - tokens % self.chunk_tokens
-        return 0 if self.window_tokens is None else max(0, tokens - self.window_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldHeads:
-    """The KV heads that a rank holds of a layer; what is the same on every rank, such as a latent, is one head.
-
-    Attributes:
-        total: how many the layer has, over all tensor-parallel ranks.
-        held: those of this rank, in the order in which its cache has them.
-    """
-
-    total: int
-    held: Interval
-
-
-@dataclass(frozen=True, slots=True)
-class ModelShape:
-    """What a single rank's caches do not show.
-
-    Attributes:
-        layers: how many the whole model has, over all pipeline stages, without those of a draft model.
-        packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
-            told apart.
-        drafts: the names of a draft model's layers, in their order: their numbers say nothing.
-    """
-
-    layers: int
-    packing: str | None = None
-    drafts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +114,8 @@ def describe(
     states: Mapping[str, KeptStates] | None = None,
     forms: Mapping[str, Sequence[CacheForm]] | None = None,
     num_blocks: int,
+    tokens: TokenShare = TokenShare(),  # noqa: B008 - immutable
+    everywhere: Callable[[list[ComponentForm]], Iterable[ComponentForm]] = lambda forms: forms,
 ) -> DescribedCaches:
     """Describes a worker's caches.
 
@@ -196,6 +132,8 @@ def describe(
         states: by layer name, what layers with recurrent state keep.
         forms: by layer name, how its cache is to be read, part by part; as one of attention where nothing is said.
         num_blocks: in every block table.
+        tokens: which of a request's tokens this rank keeps.
+        everywhere: returns what the layers of all pipeline stages keep, given what those of this one do.
 
     Raises:
         LayoutError: if a cache is something else, naming layer and shape; or if nothing of the kind is known here.
@@ -210,21 +148,20 @@ def describe(
         ),
         key=lambda layer: (layer.is_draft, layer.number),
     )
-    if not layers and not recurrent:
-        raise LayoutError("this worker has no KV cache that could be transferred")
-    shards = []
-    for name, kind in _components(layers).items():
-        for low, high in pairwise(kind):
-            if low.number == high.number:
-                raise LayoutError(f"layers {low.name!r} and {high.name!r} have the same number")
-        component = _component(name, kind[0], model, coordinates)
-        shards += [_shard(component, run, coordinates) for run in _runs(kind)]
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
-    if recurrent:
-        shards += state_shards(_state_layers(recurrent, states or {}, model), model.layers, coordinates)
-        per_block |= dict.fromkeys((group.name for group in recurrent), 1)
+    per_block |= dict.fromkeys((group.name for group in recurrent if group.layer_names), 1)
+    alike = _alike(layers, model, coordinates)
+    kept = state_forms(_state_layers(recurrent, states or {}, model), model.layers, coordinates)
+    components = named(everywhere([*alike, *kept]))
+    if not components:
+        raise LayoutError("this worker has no KV cache that could be transferred")
+    shards = [
+        _shard(components[form], run, coordinates, tokens) for form, members in alike.items() for run in _runs(members)
+    ]
+    shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
+    shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
-    return DescribedCaches(RankLayout(shards=tuple(shards)), per_block, has_chunks)
+    return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks)
 
 
 def _layer(
@@ -299,34 +236,28 @@ def _state_layers(
     )
 
 
-def _components(layers: Sequence[_Layer]) -> dict[str, list[_Layer]]:
-    """Groups layers into components, by names that do not depend on how an engine is divided."""
-    kinds: dict[str, dict[tuple[Any, ...], list[_Layer]]] = {}
+def _alike(
+    layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates
+) -> dict[ComponentForm, list[_Layer]]:
+    """Groups layers by what they keep."""
+    alike: dict[ComponentForm, list[_Layer]] = {}
     for layer in layers:
-        name = "draft" if layer.is_draft else layer.form.role
+        kind = "draft" if layer.is_draft else layer.form.role
         if layer.is_draft and layer.form.role != ATTENTION:
-            name += f", {layer.form.role}"
+            kind += f", {layer.form.role}"
         if entries := layer.form.entries_in_words:
-            name += f", {entries}"
+            kind += f", {entries}"
         if layer.group.window_tokens is not None:
-            name += f", window {layer.group.window_tokens}"
+            kind += f", window {layer.group.window_tokens}"
         if layer.group.chunk_tokens is not None:
-            name += f", chunk {layer.group.chunk_tokens}"
-        form = layer.heads_in_words, layer.content, layer.view.dtype, layer.packing
-        kinds.setdefault(name, {}).setdefault(form, []).append(layer)
-    named: dict[str, list[_Layer]] = {}
-    for base, by_form in kinds.items():
-        has_several_heads, has_several_contents = (len({form[part] for form in by_form}) > 1 for part in (0, 1))
-        for (heads, content, *_), members in by_form.items():
-            name = base + (f", {heads}" if has_several_heads else "")
-            name += f", {content} a head" if has_several_contents else ""
-            if name in named:
-                raise LayoutError(
-                    f"layers {named[name][0].name!r} and {members[0].name!r} differ in the type of their elements, or "
-                    "the order within a block, alone"
-                )
-            named[name] = members
-    return named
+            kind += f", chunk {layer.group.chunk_tokens}"
+        distinctions = layer.heads_in_words, f"{layer.content} a head"
+        form = ComponentForm(kind, distinctions, _component(kind, layer, model, coordinates), layer.name)
+        members = alike.setdefault(form, [])
+        if members and members[-1].number == layer.number:
+            raise LayoutError(f"layers {members[-1].name!r} and {layer.name!r} have the same number")
+        members.append(layer)
+    return alike
 
 
 def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:
@@ -375,7 +306,7 @@ def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
     yield run
 
 
-def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates) -> Shard:
+def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates, tokens: TokenShare) -> Shard:
     first = layers[0]
     held = {"layer": Interval(first.number, first.number + len(layers))}
     is_packed = component.entry is Entry.PAGE
@@ -396,4 +327,5 @@ def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoor
         held=held,
         group=first.group.name,
         page_tokens=first.page_tokens if is_packed else None,
+        has_every_token=first.group.token_ranks == 1 and not tokens.partition.is_whole,
     )

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, whole_request
-from kvferry.engines.vllm.layouts import CacheGroup
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
     SendParameters,
@@ -337,10 +337,10 @@ class SchedulerSide:
     def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
         """Returns the first block of a request that is needed, and the one after the last."""
         if group.has_state:
-            stop = -(-tokens // group.block_tokens)
+            stop = -(-tokens // group.table_tokens)
             return max(0, stop - 1), stop
         first = max(prefix_tokens if group.is_prefix_cached else 0, group.first_attended(tokens))
-        return first // group.block_tokens, -(-tokens // group.block_tokens)
+        return first // group.table_tokens, -(-tokens // group.table_tokens)
 
     # ---- every step ---------------------------------------------------------------------------------------------
 
@@ -376,7 +376,7 @@ class SchedulerSide:
             first, stop = self._needed(group, 0, sending.tokens)
             first = max(first, sending.next_blocks.get(group.name, 0))
             if not is_last:
-                stop = 0 if group.has_state else computed_tokens // group.block_tokens
+                stop = 0 if group.has_state else computed_tokens // group.table_tokens
             if first < stop:
                 groups[group.name] = _numbers(_position(group, first), table[first:stop])
                 sending.next_blocks[group.name] = stop

@@ -15,6 +15,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from kvferry import Axis, Component, Entry, Interval, RankCoordinates, Shard, geometry, shard_from_tensors
+from kvferry.engines.vllm.components import ComponentForm
 from kvferry.errors import LayoutError
 
 WHOLE_REQUEST = sys.maxsize
@@ -198,8 +199,10 @@ class _Piece:
     held: Mapping[str, Interval]
 
 
-def state_shards(layers: Sequence[StateLayer], num_layers: int, coordinates: RankCoordinates) -> Iterator[Shard]:
-    """Yields the shards of recurrent state.
+def state_forms(
+    layers: Sequence[StateLayer], num_layers: int, coordinates: RankCoordinates
+) -> dict[ComponentForm, list[_Piece]]:
+    """Groups what layers keep of a request by what it is.
 
     Args:
         layers: in the order of their numbers.
@@ -208,28 +211,35 @@ def state_shards(layers: Sequence[StateLayer], num_layers: int, coordinates: Ran
     Raises:
         LayoutError: if a tensor is not what its layer says, naming the layer and both.
     """
-    components: dict[str, dict[tuple[Any, ...], list[_Piece]]] = {}
+    forms: dict[ComponentForm, list[_Piece]] = {}
     for layer in layers:
-        for name, piece in _pieces(layer, coordinates):
+        for kind, piece in _pieces(layer, coordinates):
             # Falcon-H1 numbers layers with state on behind those with attention.
             numbered = layer.drafts or num_layers * (1 + layer.number // num_layers)
-            form = geometry(piece.view).dtype, (Axis("layer", numbered), *piece.axes)
-            components.setdefault(name, {}).setdefault(form, []).append(piece)
-    for base, by_form in components.items():
-        for (dtype, axes), pieces in by_form.items():
-            sizes = " x ".join(str(axis.size) for axis in axes[1:])
-            name = base if len(by_form) == 1 else f"{base}, {sizes} of {dtype}"
-            is_draft = bool(pieces[0].layer.drafts)
-            component = Component(name=name, axes=axes, dtype=dtype, entry=Entry.REQUEST, is_optional=is_draft)
-            for run in _runs(pieces):
-                first, last = run[0].layer.number, run[-1].layer.number
-                yield shard_from_tensors(
-                    component,
-                    [piece.view for piece in run],
-                    dims=("slot", *(axis.name for axis in axes[1:])),
-                    held={"layer": Interval(first, last + 1), **run[0].held},
-                    group=run[0].layer.group,
-                )
+            axes, dtype = (Axis("layer", numbered), *piece.axes), geometry(piece.view).dtype
+            sizes = " x ".join(str(axis.size) for axis in piece.axes)
+            is_draft = bool(layer.drafts)
+            component = Component(name=kind, axes=axes, dtype=dtype, entry=Entry.REQUEST, is_optional=is_draft)
+            form = ComponentForm(kind, (f"{sizes} of {dtype}",), component, layer.name)
+            forms.setdefault(form, []).append(piece)
+    return forms
+
+
+def state_shards(component: Component, pieces: Sequence[_Piece]) -> Iterator[Shard]:
+    """Yields the shards of a component of recurrent state.
+
+    Args:
+        pieces: what layers have of it.
+    """
+    for run in _runs(pieces):
+        first, last = run[0].layer.number, run[-1].layer.number
+        yield shard_from_tensors(
+            component,
+            [piece.view for piece in run],
+            dims=("slot", *(axis.name for axis in component.axes[1:])),
+            held={"layer": Interval(first, last + 1), **run[0].held},
+            group=run[0].layer.group,
+        )
 
 
 def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[str, _Piece]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -77,7 +77,8 @@ class WorkerSide:
         self._copier = copier
         self._pages_per_block = described.pages_per_block
         self._has_chunks = described.has_chunks
-        self._page_tokens = {group.name: group.page_tokens for group in described.layout.groups}
+        self._layout_groups = {group.name: group for group in described.layout.groups}
+        self._share_of = described.layout.share_of
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
@@ -183,7 +184,7 @@ class WorkerSide:
     def _send(self, sending: BlocksToSend, fence: Fence | None) -> None:
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
-        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in sending.groups.items()}
+        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
         try:
             open_sender = partial(
                 self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
@@ -206,8 +207,8 @@ class WorkerSide:
                 self._copied.add(request)
                 return
             pages = {}
-            for name, blocks in receiving.groups.items():
-                part = self._pages(name, blocks, receiving.tokens)
+            for name, blocks in self._here(receiving.groups):
+                part = self._pages(name, blocks, receiving.tokens, receiving.prefix_tokens)
                 pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None, blocks.held_tokens)
             receiver = self._decode.open(
                 receiving.room,
@@ -231,14 +232,27 @@ class WorkerSide:
             receiver.add_change_callback(partial(self._changed.append, request))
             self._changed.append(request)  # it may have changed before
 
-    def _pages(self, group: str, given: GroupBlocks, tokens: int) -> PagesToSend:
-        """Returns the pages of blocks, as far as the request's tokens reach."""
+    def _here(self, groups: Mapping[str, GroupBlocks]) -> Iterator[tuple[str, GroupBlocks]]:
+        """Yields the groups of which this pipeline stage has layers."""
+        return ((name, blocks) for name, blocks in groups.items() if name in self._pages_per_block)
+
+    def _pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
+        """Returns the pages of blocks, as far as what this rank keeps of the request's tokens reaches.
+
+        There are none where it keeps nothing of those behind the prefix.
+        """
         ratio = self._pages_per_block[group]
         start = given.start * ratio
         blocks = np.asarray(given.blocks, np.int64)
         pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
-        most = -(-tokens // self._page_tokens[group]) - start
+        kept, held = self._kept(group, tokens), self._kept(group, prefix_tokens)
+        most = -(-kept // self._layout_groups[group].page_tokens) - start if held < kept else 0
         return PagesToSend(start, pages[: max(0, most)])
+
+    def _kept(self, group: str, tokens: int) -> int:
+        """Returns how many of a request's first tokens this rank keeps."""
+        share = self._share_of(self._layout_groups[group])
+        return share.held_before(tokens, block=share.partition.block(tokens))
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:

@@ -109,7 +109,7 @@ def _slot(group: PageGroup, slots: Pages, *, where: str) -> GroupRequest:
 def _without_length(
     layout: RankLayout, group: PageGroup, given: GroupPages, pages: Pages, prefix_tokens: int, *, where: str
 ) -> GroupRequest:
-    if not layout.tokens.partition.is_whole:
+    if not layout.share_of(group).partition.is_whole:
         raise PageError(f"{where}: context parallelism divides a request by token: say how many it has (tokens=...)")
     first_page = prefix_tokens // group.page_tokens if given.start is None else _count("start", given.start, where)
     start = max(prefix_tokens, first_page * group.page_tokens)
@@ -136,7 +136,8 @@ def _with_length(
 ) -> GroupRequest:
     window = tokens if group.window_tokens is None else group.window_tokens
     start = max(prefix_tokens, tokens - window)
-    share, block = layout.tokens, layout.tokens.partition.block(tokens)
+    share = layout.share_of(group)
+    block = share.partition.block(tokens)
     low, high = share.held_before(start, block=block), share.held_before(tokens, block=block)
     first_page = low // group.page_tokens if given.start is None else _count("start", given.start, where)
     if low < high and first_page * group.page_tokens > low:
@@ -223,6 +224,6 @@ def _local_range(
     if group.has_slots:
         return asked.start, asked.stop
     try:
-        return needed_locally(layout.tokens, asked.demand, request_tokens=tokens)
+        return needed_locally(layout.share_of(group), asked.demand, request_tokens=tokens)
     except UsageError as error:
         raise PageError(f"{where}: {error}") from error

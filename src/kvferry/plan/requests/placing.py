@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.layout import RankLayout
+from kvferry.layout import RankLayout, TokenShare
 from kvferry.plan import Route, Unit
 from kvferry.plan.requests.chunks import Pages
 from kvferry.plan.requests.demands import GroupRequest
@@ -44,7 +44,8 @@ class UnitPlaces:
         if found is None:
             wanted = self._wanted(route)
             numbers = self._numbers(units, route, unit)
-            found = places_of_units(numbers, route, wanted, self._layout.tokens, unit=unit, tokens=self._tokens)
+            share = self._share(route)
+            found = places_of_units(numbers, route, wanted, share, unit=unit, tokens=self._tokens)
             if len(self._places) >= _MOST_PLACES:
                 self._places.clear()
             self._places[key] = found
@@ -65,7 +66,7 @@ class UnitPlaces:
         numbers = self._numbers(units, route, unit)[first:stop]
         # Where tokens are partitioned, what a rank holds is no range of the request; the first and the last say enough.
         ends = int(numbers[0]) * unit_tokens, (int(numbers[-1]) + 1) * unit_tokens - 1
-        share = self._layout.tokens
+        share = self._share(route)
         block = share.partition.block(self._tokens)
         low, high = (share.position(local, block=block) for local in ends)
         orders = [local // route.destination_page_tokens for local in ends]
@@ -73,6 +74,9 @@ class UnitPlaces:
         if len(used) > 1:
             which = f"pages {used[0]} to {used[-1]} (pages {orders[0]} to {orders[1]} of the request on this rank"
         return f"{which}, group {route.destination_group!r}), tokens {low} to {high}"
+
+    def _share(self, route: Route) -> TokenShare:
+        return self._layout.share_of(self._layout.group(route.destination_group))
 
     def _wanted(self, route: Route) -> GroupRequest:
         return next(group for group in self._groups if group.name == route.destination_group)

@@ -1,0 +1,83 @@
+"""What vLLM's caches are, as far as a plain description needs it: groups of layers, their heads, their model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvferry import Interval
+
+
+@dataclass(frozen=True, slots=True)
+class CacheGroup:
+    """The layers that share a block table.
+
+    Attributes:
+        name: what the group is called in layouts; no other group of the rank has the same.
+        layer_names: as vLLM calls them.
+        block_tokens: tokens in a block on one rank.
+        window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
+        chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
+            own chunk alone; None where there are none.
+        has_state: whether its layers keep recurrent state, or a ring: of a request only the block of its last token
+            counts.
+        is_prefix_cached: whether vLLM's prefix cache has blocks of it. If not, nothing of it is there when a request
+            comes.
+        token_ranks: how many ranks share a request's tokens; each of them has a block of every number.
+    """
+
+    name: str
+    layer_names: tuple[str, ...]
+    block_tokens: int
+    window_tokens: int | None = None
+    chunk_tokens: int | None = None
+    has_state: bool = False
+    is_prefix_cached: bool = True
+    token_ranks: int = 1
+
+    @property
+    def table_tokens(self) -> int:
+        """How many tokens of a request a number of the block table stands for, on all ranks that share them."""
+        return self.block_tokens * self.token_ranks
+
+    @property
+    def gives_blocks_away(self) -> bool:
+        """Whether vLLM takes blocks back from a request that is running, once no later token needs them."""
+        return self.window_tokens is not None or self.chunk_tokens is not None or self.has_state
+
+    def first_attended(self, tokens: int) -> int:
+        """Returns the position of the first token that the one behind so many tokens attends to.
+
+        It is the number of tokens itself where that one begins a chunk: it attends to none of them.
+        """
+        if self.chunk_tokens is not None:
+            return tokens - tokens % self.chunk_tokens
+        return 0 if self.window_tokens is None else max(0, tokens - self.window_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class HeldHeads:
+    """The KV heads that a rank holds of a layer; what is the same on every rank, such as a latent, is one head.
+
+    Attributes:
+        total: how many the layer has, over all tensor-parallel ranks.
+        held: those of this rank, in the order in which its cache has them.
+    """
+
+    total: int
+    held: Interval
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What a single rank's caches do not show.
+
+    Attributes:
+        layers: how many the whole model has, over all pipeline stages, without those of a draft model.
+        packing: the name of the order within a block and head where only the kernel knows it; None where tokens can be
+            told apart.
+        drafts: the names of a draft model's layers, in their order: their numbers say nothing.
+    """
+
+    layers: int
+    packing: str | None = None
+    drafts: tuple[str, ...] = ()

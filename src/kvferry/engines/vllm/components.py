@@ -1,0 +1,90 @@
+"""What tells a model's components from each other, over all of its pipeline stages.
+
+Every rank of an engine lists every component, also those of which it holds nothing, and all ranks call them alike. A
+stage of vLLM's knows its own layers alone; and the name of a component says no more than what tells it from the model's
+others. So each stage says what its layers keep, in forms without names, and each names the components from the forms of
+all stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from kvferry import Component, Shard, empty_shard
+from kvferry.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentForm:
+    """What some layers keep, in whichever stages they are: they are one component.
+
+    Attributes:
+        kind: how the component is called where no other is of its kind.
+        distinctions: what may tell it from others of its kind, always in the same order. Those in which any two of them
+            differ become part of their names.
+        component: the component, which is called as its kind is.
+        layer: the name of one of the layers, for messages.
+    """
+
+    kind: str
+    distinctions: tuple[str, ...]
+    component: Component
+    layer: str = field(compare=False)
+
+
+def named(forms: Iterable[ComponentForm]) -> dict[ComponentForm, Component]:
+    """Returns the components of a model, with their names.
+
+    Args:
+        forms: those of all pipeline stages, in any order.
+
+    Raises:
+        LayoutError: if two of them cannot be told apart by a name, naming a layer of each.
+    """
+    kinds: dict[str, dict[ComponentForm, None]] = {}
+    for form in forms:
+        kinds.setdefault(form.kind, {})[form] = None
+    found: dict[ComponentForm, Component] = {}
+    for kind, members in kinds.items():
+        names: dict[str, ComponentForm] = {}
+        telling = [len(set(values)) > 1 for values in zip(*(form.distinctions for form in members), strict=True)]
+        for form in members:
+            name = kind + "".join(
+                f", {value}" for value, tells in zip(form.distinctions, telling, strict=True) if tells
+            )
+            other = names.setdefault(name, form)
+            if other is not form:
+                raise LayoutError(_alike(other, form))
+            found[form] = msgspec.structs.replace(form.component, name=name)
+    return found
+
+
+def _alike(one: ComponentForm, other: ComponentForm) -> str:
+    layers = f"layers {one.layer!r} and {other.layer!r}"
+    if msgspec.structs.replace(one.component, dtype=other.component.dtype) == other.component:
+        return f"{layers} differ in their element type alone"
+    if msgspec.structs.replace(one.component, dtype=other.component.dtype, packing=other.component.packing) == (
+        other.component
+    ):
+        return f"{layers} differ in the type of their elements, or the order within a block, alone"
+    parts = (f"{', '.join(map(str, each.component.axes))} of {each.component.dtype}" for each in (one, other))
+    return f"{layers} are of one kind and keep different things: {' and '.join(parts)}"
+
+
+def with_those_elsewhere(shards: Collection[Shard], components: Iterable[Component]) -> Iterator[Shard]:
+    """Yields a rank's shards, and an empty one for every component of which it holds nothing.
+
+    Args:
+        shards: what the rank holds.
+        components: those of the whole model.
+    """
+    yield from shards
+    held = {shard.component.name for shard in shards}
+    device = next((shard.device for shard in shards), None)
+    for component in components:
+        if component.name not in held:
+            group = f"no layers of {component.name!r}"
+            yield empty_shard(component, page_tokens=1, num_pages=1, device=device, group=group)
