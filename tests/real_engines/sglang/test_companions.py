@@ -2,76 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
+from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPoolMXFP8
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from tests.real_engines.sglang.crossings import wait
-from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
+from tests.real_engines.sglang.pool_ranks import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    PAGES,
+    SIZES,
+    Crossing,
+    Part,
+    PoolRank,
+    begin,
+    part,
+)
+from tests.real_engines.sglang.ranks import Model
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
-
-from kvferry.engines.sglang.pools import around_managers
 
 __all__ = ["pair"]  # a fixture
 
 pytestmark = pytest.mark.timeout(60)
-
-PAGES, LAYERS, HEADS, HEAD_DIM = 12, 3, 4, 64
-
-
-@dataclass(frozen=True)
-class Part:
-    """A buffer of a pool.
-
-    Attributes:
-        bytes: its items, of which each is a page, or the slot of a request.
-        heads: the axis that ranks divide; None where each has all.
-        of: what its items are numbered by.
-    """
-
-    bytes: np.ndarray[Any, Any]
-    heads: int | None = None
-    of: str = "pages"
-
-
-def part(tensor: torch.Tensor, *shape: int, heads: int | None = None, of: str = "pages") -> Part:
-    return Part(tensor.view(torch.uint8).numpy().reshape(shape or tuple(tensor.view(torch.uint8).shape)), heads, of)
-
-
-class PoolRank(Rank):
-    """A rank with a pool of SGLang's."""
-
-    def __init__(self, model: Model, pool: Any, parts: Sequence[Part], *, tp: int, tp_rank: int) -> None:
-        super().__init__(model, tp=tp, tp_rank=tp_rank)
-        self.pool, self.parts = pool, parts
-
-    @property
-    def arguments(self) -> KVArgs:
-        """As SGLang's scheduler fills them in, by SGLang's own functions."""
-        args = super().arguments
-        args.page_size = self.pool.page_size
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
-        queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=self.model.window_tokens))
-        around_managers(lambda _: utils.setup_state_kv_args(args, self.pool, None, LAYERS), queue)
-        return args
-
-    def content(self, seed: int, number: int, item: int) -> np.ndarray[Any, Any]:
-        """What this rank has of one item of one buffer."""
-        each = self.parts[number]
-        shape = list(each.bytes.shape[1:])
-        if each.heads is not None:
-            shape[each.heads] = HEADS
-        whole = np.random.default_rng([seed, number, item]).integers(0, 256, shape, np.uint8)
-        return whole if each.heads is None else whole.take(self._heads(HEADS), each.heads)
 
 
 def sparse(kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: int = 128) -> PoolRank:
@@ -137,90 +96,6 @@ def scaled(page: int, *, tp: int, tp_rank: int, window: bool = False) -> PoolRan
         parts = [*blocks(pool.full_kv_pool, page), *blocks(pool.swa_kv_pool, page, of="window")]
     model = Model(heads=HEADS, page_tokens=page, layers=LAYERS, window_tokens=2 * page if window else 8)
     return PoolRank(model, pool, parts, tp=tp, tp_rank=tp_rank)
-
-
-class Crossing:
-    """One request, in chunks, and what SGLang hands in for it."""
-
-    def __init__(self, pair: Pair, room: int, pages: int, *, held: int = 0) -> None:
-        """Begins it.
-
-        Args:
-            held: pages that the decode side has already.
-        """
-        self.pair, self.room, self.held = pair, room, held
-        random = np.random.default_rng(room)
-        model = pair.model
-        window = min(pages, -(-model.window_tokens // model.page_tokens))
-        self.sides: list[dict[str, Any]] = [
-            {"pages": random.permutation(PAGES)[:pages], "window": random.permutation(PAGES)[:window], "slots": [slot]}
-            for slot in (2, 4)
-        ]
-        self.tokens = pages * model.page_tokens
-        self.ranks: list[list[Any]] = [[*side.ranks] for side in (pair.prefill, pair.decode)]
-        for rank in self.ranks[0]:
-            for number, each in enumerate(rank.parts):
-                each.bytes[:] = 55
-                items = self.sides[0][each.of]
-                for index, item in enumerate(items):
-                    each.bytes[item] = rank.content(room, number, index)
-            rank.rooms[1] = room
-        for rank in self.ranks[1]:
-            for each in rank.parts:
-                each.bytes[:] = 77
-
-    def states(self, manager: Any, side: int) -> list[Any]:
-        """As SGLang's scheduler hands them in."""
-        given = self.sides[side]
-        by_type = {
-            StateType.DSA: given["pages"][self.held :],
-            StateType.DSA_TAIL: [given["slots"][0], 1, 1, 0, 0, 3],
-            StateType.BLOCK_SCALE: given["pages"],
-            StateType.BLOCK_SCALE_SWA: given["window"],
-            StateType.SWA: given["window"],
-        }
-        return [by_type[each] for each in manager.state_types]
-
-    def run(self) -> None:
-        pair, room = self.pair, self.room
-        prefix = self.held * pair.model.page_tokens
-        senders = [pair.sender(each, room, tokens=self.tokens) for each in pair.prefill.managers]
-        receivers = [pair.receiver(each, room, tokens=self.tokens) for each in pair.decode.managers]
-        for receiver in receivers:
-            pages = np.array(self.sides[1]["pages"][self.held :], np.int32)
-            receiver.send_metadata(pages, 1, self.states(receiver.kv_mgr, 1), decode_prefix_len=prefix)
-        wait(lambda: [each.poll() for each in senders], KVPoll.WaitingForInput)
-        for sender in senders:
-            pages = np.array(self.sides[0]["pages"][self.held :], np.int32)
-            assert sender.pop_decode_prefix_len() == prefix
-            sender.init(len(pages), 1)
-            sender.send(pages[:2], None)
-            sender.send(pages[2:], self.states(sender.kv_mgr, 0))
-        wait(lambda: [each.poll() for each in receivers], KVPoll.Success)
-        wait(lambda: [each.poll() for each in senders], KVPoll.Success)
-        for sender in senders:
-            sender.clear()
-        for receiver in receivers:
-            receiver.clear()
-        for rank in self.ranks[1]:
-            for number, each in enumerate(rank.parts):
-                skipped = self.held if each.of == "pages" else 0
-                items = list(self.sides[1][each.of][skipped:])
-                for index, item in enumerate(items):
-                    np.testing.assert_array_equal(each.bytes[item], rank.content(room, number, skipped + index))
-                others = [item for item in range(len(each.bytes)) if item not in items]
-                assert (each.bytes[others] == 77).all()
-
-
-def begin(pair: Pair, make: Any, prefill_tp: int, decode_tp: int, **decode: Any) -> None:
-    for mode, tp, changes in ((PREFILL, prefill_tp, {}), (DECODE, decode_tp, decode)):
-        for tp_rank in range(tp):
-            rank = make(tp=tp, tp_rank=tp_rank, **changes)
-            pair.model = rank.model if mode is PREFILL else pair.model
-            pair.start(mode, rank)
-
-
-SIZES = [(1, 1), (2, 1), (1, 2), (4, 2)]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,8 @@ Nothing here imports SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,6 +20,8 @@ _WINDOWS = "tests/real_engines/sglang/test_heads_by_layer.py::test_tokens_are_th
 _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 
 _COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
+_COMPRESSED = "tests/real_engines/sglang/test_compressed.py::"
+_LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
 _NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
 _SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
@@ -27,7 +30,6 @@ _SPARSE = "the index of sparse attention is not transferred yet"
 _HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
 _NPU = "only pools of cpu and cuda are"
 _PART = "it is a part of another pool, and never a model's own"
-_COMPRESSED = "layers that are compressed in different ways are not transferred yet"
 
 SCALES = "MHATokenToKVPool with scales"
 _LAYOUT = "MHATokenToKVPool with kv_cache_layout"
@@ -59,7 +61,6 @@ _REFUSED_POOLS = (
     ("MiniMaxM3Nvfp4MainKVPool", "MiniMax's keys and values of 4 bits", _PART),
     ("MiniMaxM3Nvfp4IndexKPool", "MiniMax's index of 4 bits", _PART),
     ("MHATokenToKOnlyPool", "the keys of an index", _PART),
-    ("DeepSeekV4TokenToKVPool", "DeepSeek V4's latents at several compressions", _COMPRESSED),
     ("DeepSeekV4SingleKVPool", "DeepSeek V4's latents at one compression", _PART),
     ("DeepSeekV4UniformFP8KVPool", "DeepSeek V4's latents of 8 bits", _PART),
     ("DeepSeekV4IndexerPool", "DeepSeek V4's index", _PART),
@@ -79,9 +80,6 @@ _REFUSED_STATES = (
     ("QSA_COMPRESSED", "the compressed index of QSA", _SPARSE),
     ("MINIMAX_INDEX_K", "MiniMax's index", _SPARSE),
     ("MINIMAX_DENSE_KV", "MiniMax's layers with full attention", _SPARSE),
-    ("SWA_RING", "DeepSeek V4's windows, in a ring", "rows of a ring are not transferred yet"),
-    ("DSV4_REQUEST_STATE", "the state of DeepSeek V4's compression", _COMPRESSED),
-    ("REQUEST_ROW", "where a window of DeepSeek V4's draft begins", _COMPRESSED),
 )
 
 KINDS = CacheKinds(
@@ -169,6 +167,30 @@ KINDS = CacheKinds(
             transfer="one ring a request",
         ),
         CacheKind(
+            "DeepSeekV4TokenToKVPool",
+            "DeepSeek V4's latents at several compressions, their index and windows",
+            _LATENTS,
+            transfer="once, from ranks that take turns: every rank has the same; in pages of one size on both sides",
+        ),
+        CacheKind(
+            "StateType.DSV4_REQUEST_STATE",
+            "what DeepSeek V4 has not compressed yet of a request",
+            _LATENTS,
+            transfer="one place a request, and none where nothing is left to be compressed",
+        ),
+        CacheKind(
+            "StateType.SWA_RING",
+            "DeepSeek V4's windows in a ring of the request, and what is not compressed yet in others",
+            f"{_COMPRESSED}test_windows_in_rings_arrive_in_the_requests_own",
+            transfer="all rings of the request, of one length on both sides",
+        ),
+        CacheKind(
+            "StateType.REQUEST_ROW",
+            "where a window of DeepSeek V4's draft begins",
+            f"{_COMPRESSED}test_a_drafts_windows_go_with_the_models",
+            transfer="one place a request",
+        ),
+        CacheKind(
             SCALES,
             "keys and values of 4 bits, and scales",
             f"{_POOLS}test_scales_that_would_stay_behind_are_refused",
@@ -237,11 +259,12 @@ def check_order(pool: Any, layers: str) -> None:
         KINDS.transferred(SCALES, where=layers)
 
 
-def check_states(states: Sequence[Enum]) -> None:
+def check_states(states: Sequence[Enum], *, twice: Collection[str] = ()) -> None:
     """Refuses what SGLang would transfer beside keys and values, and kvferry does not.
 
     Args:
         states: members of its StateType, or of another enum of such.
+        twice: the names of those that there may be two of.
 
     Raises:
         LayoutError: naming the first, and why; or if there are several of one kind.
@@ -249,5 +272,6 @@ def check_states(states: Sequence[Enum]) -> None:
     names = [f"{type(each).__name__}.{each.name}" for each in states]
     for name in names:
         KINDS.transferred(name, where="layers of this model")
-    if len(set(names)) != len(names):
+    counts = Counter(each.name for each in states)
+    if any(count > (2 if name in twice else 1) for name, count in counts.items()):
         raise LayoutError(f"layers of this model keep several states of one kind: {', '.join(names)}")

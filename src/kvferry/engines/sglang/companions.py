@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.sglang.caches import Buffers, Heads, Uncut
+from kvferry.engines.sglang.layouts import KV_GROUP, TAIL_GROUP
 from kvferry.errors import LayoutError
 
 _SPARSE, _SCALED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8"
@@ -157,4 +158,5 @@ def _uncut(
         tuple(lengths[first + layer] for layer in layers),
         tuple(items[first + layer] for layer in layers),
     )
-    return Uncut(name, layers, pool.layer_num, buffers, packing, of_draft)
+    group = TAIL_GROUP if packing is None else KV_GROUP
+    return Uncut(name, layers, pool.layer_num, buffers, packing, group, of_draft)

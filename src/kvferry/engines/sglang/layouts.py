@@ -19,6 +19,13 @@ KV_GROUP = "kv"
 WINDOW_GROUP = "window"
 STATE_GROUP = "state"
 TAIL_GROUP = "index tail"
+RING_GROUP = "window ring"
+PENDING_GROUP = "pending index"
+COMPRESSION_GROUP = "pending compression"
+ROW_GROUP = "request row"
+
+_IN_STAGES = (KV_GROUP, TAIL_GROUP)
+"""Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
 SHARE = "tensor-parallel share"
 """The axis of what is not cut: as long as there are tensor-parallel ranks, each of which holds the index of its own."""
@@ -31,15 +38,21 @@ def describe(caches: Caches, coordinates: RankCoordinates, device: Device) -> Ra
         LayoutError: if sizes do not fit together, naming them; or if the pipeline is divided and there is more than
             attention.
     """
-    if coordinates.pp_size > 1 and (caches.window is not None or caches.state or len(caches.draft)):
+    apart = caches.window, caches.dense, caches.index, *(each for each in caches.uncut if each.group not in _IN_STAGES)
+    if coordinates.pp_size > 1 and (any(each is not None for each in apart) or caches.state or len(caches.draft)):
         raise LayoutError(
             "with pipeline stages nothing but full attention can be described: sliding windows in a pool of their own, "
-            "recurrent state and draft models need --pp-size 1"
+            "recurrent state, sparse attention other than DeepSeek V3.2's, DeepSeek V4 and draft models need --pp-size "
+            "1"
         )
-    if not len(caches.kv):
+    if not len(caches.kv) and not any(each.group == KV_GROUP for each in caches.uncut):
         raise LayoutError("this model has no layer with full attention, and kvferry sends requests by their pages")
     pools = _Pools(caches, coordinates, device)
-    shards = [*pools.attention("", caches.kv, group=KV_GROUP)]
+    shards = [*pools.attention("", caches.kv, group=KV_GROUP)] if len(caches.kv) else []
+    if caches.dense is not None:
+        shards += pools.attention("dense ", caches.dense, group=KV_GROUP)
+    if caches.index is not None:
+        shards += pools.attention("", caches.index, group=KV_GROUP, whole="index of keys")
     if len(caches.draft):
         shards += pools.draft(caches.draft)
     if caches.window is not None:
@@ -63,17 +76,26 @@ class _Pools:
         self._caches = caches
         self._tp_rank, self._tp_size = coordinates.tp_rank, coordinates.tp_size
         self._device = device
-        alike = [caches.kv, caches.scales] if caches.scales is not None else [caches.kv]
-        paged = [each.buffers for each in alike] + [each.buffers for each in caches.uncut if each.packing is not None]
         # Pools that share page numbers may be rounded up to more pages than another one has.
-        self._kv_pages = min(map(_pages, (*paged, *([caches.draft] if len(caches.draft) else []))))
+        alike = {
+            KV_GROUP: [caches.kv, caches.dense, caches.index, caches.scales],
+            WINDOW_GROUP: [caches.window, caches.window_scales],
+        }
+        counts: dict[str, list[int]] = {KV_GROUP: [_pages(caches.draft)]} if len(caches.draft) else {}
+        for group, pools in alike.items():
+            counts.setdefault(group, []).extend(
+                _pages(each.buffers) for each in pools if each is not None and len(each)
+            )
+        for each in caches.uncut:
+            counts.setdefault(each.group, []).append(_pages(each.buffers))
+        self._counts = {group: min(pages) for group, pages in counts.items() if pages}
 
     def attention(
-        self, prefix: str, pool: Attention, *, group: str, window_tokens: int | None = None
+        self, prefix: str, pool: Attention, *, group: str, window_tokens: int | None = None, whole: str = "latent"
     ) -> Iterator[Shard]:
-        """Yields the shards of keys and values, or of latents."""
-        for name, part, head_bytes in _keys_and_values(pool):
-            row_bytes, layers = self._row_bytes(part, name), self._layers(len(part))
+        """Yields the shards of keys and values, or of latents, or of what else is `whole` on every rank."""
+        for name, part, head_bytes in _keys_and_values(pool, whole):
+            row_bytes, layers = self._row_bytes(part, name, pool.part_bytes), self._layers(len(part))
             heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
             if heads is not None and row_bytes != heads.held * head_bytes:
                 raise LayoutError(
@@ -115,17 +137,22 @@ class _Pools:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
         (item_bytes,) = sizes
         total, mine = (given.count, Interval(0, given.count)) if given.is_drafts else self._layers(given.count)
+        if item_bytes % given.rows:
+            raise LayoutError(f"{given.name}: {item_bytes} bytes are not a ring of {given.rows} places")
+        places = (Axis("place in the ring", given.rows),) if given.rows > 1 else ()
+        inner = (*places, Axis("byte", item_bytes // given.rows))
         component = Component(
             name=given.name,
-            axes=(Axis("layer", total), Axis("byte", item_bytes)),
+            axes=(Axis("layer", total), *inner),
             dtype="uint8",
             entry=Entry.REQUEST if given.packing is None else Entry.PAGE,
             packing=given.packing,
+            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else None,
             is_optional=given.is_drafts,
         )
         paging = Paging(
             page_tokens=1 if given.packing is None else self._caches.page_tokens,
-            num_pages=_pages(given.buffers) if given.packing is None else self._kv_pages,
+            num_pages=self._counts[given.group],
             page_stride=item_bytes,
             token_stride=0,
         )
@@ -133,12 +160,12 @@ class _Pools:
             first = mine.start + given.layers[start]
             yield Shard(
                 component=component,
-                box=(Interval(first, first + stop - start), Interval(0, item_bytes)),
+                box=(Interval(first, first + stop - start), *(Interval(0, axis.size) for axis in inner)),
                 addresses=given.buffers.addresses[start:stop],
-                strides=(1,),
+                strides=(inner[-1].size, 1)[-len(inner) :],
                 paging=paging,
                 device=self._device,
-                group=TAIL_GROUP if given.packing is None else KV_GROUP,
+                group=given.group,
             )
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
@@ -222,16 +249,17 @@ class _Pools:
         for start, block, mine in zip(starts, state.blocks, held, strict=False):
             yield start, Axis("channel", block.channels), mine, row_bytes // state.channels
 
-    def _row_bytes(self, buffers: Buffers, name: str) -> int:
+    def _row_bytes(self, buffers: Buffers, name: str, part_bytes: int | None = None) -> int:
         """Returns the bytes of one token in one layer."""
         tokens = self._caches.page_tokens
         sizes = set(buffers.item_bytes)
-        if len(sizes) != 1 or buffers.item_bytes[0] % tokens:
+        item_bytes = buffers.item_bytes[0] if part_bytes is None else part_bytes
+        if len(sizes) != 1 or item_bytes % tokens:
             raise LayoutError(
                 f"{name}: pages of {tokens} tokens have {sorted(sizes)} bytes: they must have as many in every layer, "
                 "and each token must have as many"
             )
-        return buffers.item_bytes[0] // tokens
+        return item_bytes // tokens
 
     def _paged(
         self, component: Component, box: tuple[Interval, Interval], buffers: Buffers, page: _Page, group: str
@@ -244,7 +272,7 @@ class _Pools:
             strides=(page.axis.size, 1),
             paging=Paging(
                 page_tokens=page.tokens,
-                num_pages=self._kv_pages if group == KV_GROUP else _pages(buffers),
+                num_pages=self._counts[group],
                 page_stride=page_bytes,
                 token_stride=page_bytes // page.tokens if page.entry is Entry.TOKEN else 0,
             ),
@@ -276,10 +304,10 @@ class _Page:
         return Axis("byte", self.index_bytes if self.packing is None else self.index_bytes * self.tokens)
 
 
-def _keys_and_values(pool: Attention) -> Iterator[tuple[str, Buffers, int]]:
+def _keys_and_values(pool: Attention, whole: str) -> Iterator[tuple[str, Buffers, int]]:
     """Yields what a pool has of each kind, and the bytes of one head and token."""
     if pool.heads is None:
-        yield "latent", pool.buffers, 0
+        yield whole, pool.buffers, 0
         return
     half, odd = divmod(len(pool), 2)
     if odd:

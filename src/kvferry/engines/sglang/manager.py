@@ -21,6 +21,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankCoordinates, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
+from kvferry.engines.sglang.compressed import ring_places
 from kvferry.engines.sglang.directory import Directory, ask, difference, get, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
@@ -65,6 +66,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     Attributes:
         state_types: what the rank caches beside keys and values.
+        ring_places: how many places a request's ring of a window has; None where windows are in no rings.
         metadata_rows: SGLang's metadata buffers.
     """
 
@@ -110,6 +112,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         totals = totals_by_layer(loaded_modules()) if self.attn_tp_size > 1 else {}  # one rank has all heads
         caches = caches_of(args, model, mambaish_config(model), totals, place=self._coordinates)
         fingerprint = _identity(args, model).fingerprint()
+        self.ring_places = ring_places(args.kvferry_pools.target)
         layout = describe(caches, self._coordinates, _device(server_args.device, args.gpu_id))
         self._uncut = [each.name for each in layout.components if each.entry is Entry.PAGE]
         if disaggregation_mode is DisaggregationMode.PREFILL:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry import RankCoordinates
+from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
 from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
 from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
@@ -32,6 +33,9 @@ _GROUPS = {
     "Mamba2Config": "n_groups",
 }
 """Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
+
+_TWICE = {compressed.POOL: ("SWA", "SWA_RING")}
+"""States that SGLang lists twice beside pools of a class: the model's, and then its draft model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,10 @@ def caches_of(
             "SGLang did not say which pools this rank has: its setup_state_kv_args was not wrapped by kvferry's "
             "plug-in. Is it loaded (SGLANG_PLUGINS), and of a version for this SGLang?"
         )
-    check_states(args.state_types)
     name = check_pool(pools.target, "layers of this model")
+    check_states(args.state_types, twice=_TWICE.get(name, ()))
+    if name == compressed.POOL:
+        return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens)
     main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
     windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
     claims = _claimed_heads(model, totals, main, windowed)

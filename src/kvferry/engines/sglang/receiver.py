@@ -73,7 +73,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         try:
             if destination != KVTransferDestination.DEVICE or device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory for SGLang yet")
-            states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
+            states = state_pages(
+                self.kv_mgr.state_types, state_indices, total_pages, last=pages, ring_places=self.kv_mgr.ring_places
+            )
             self._transfer = self.kv_mgr.decode.open(
                 self.bootstrap_room,
                 {KV_GROUP: GroupPages(pages), **states},

@@ -87,7 +87,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         try:
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
-                groups |= state_pages(self.kv_mgr.state_types, state_indices, total, last=pages)
+                groups |= state_pages(
+                    self.kv_mgr.state_types, state_indices, total, last=pages, ring_places=self.kv_mgr.ring_places
+                )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux)
         except KVFerryError as error:
