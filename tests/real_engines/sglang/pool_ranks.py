@@ -13,7 +13,7 @@ from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
 from tests.real_engines.sglang.crossings import wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
-from tests.real_engines.sglang.test_ranks import Pair
+from tests.real_engines.sglang.test_ranks import Pair, assert_fails
 
 from kvferry.engines.sglang.pools import around_managers
 
@@ -153,7 +153,8 @@ class Crossing:
         pool = self.ranks[side][0].pool
         places = getattr(pool, "unified_swa_ring_size", 1)
         positions = np.arange(max(0, self.tokens - self.pair.model.window_tokens), self.tokens)
-        return (self.sides[side]["slots"][0] * places + positions % places).astype(np.int32)
+        in_ring: np.ndarray[Any, Any] = self.sides[side]["slots"][0] * places + positions % places
+        return in_ring.astype(np.int32)
 
     def run(self) -> None:
         pair, room = self.pair, self.room
@@ -192,3 +193,13 @@ def begin(pair: Pair, make: Any, prefill_tp: int, decode_tp: int, **decode: Any)
             rank = make(tp=tp, tp_rank=tp_rank, **changes)
             pair.model = rank.model if mode is PREFILL else pair.model
             pair.start(mode, rank)
+
+
+def assert_request_fails(pair: Pair, words: str) -> None:
+    """Asserts that a request fails, since the two sides cannot exchange caches, and what is said."""
+    (manager,) = pair.decode.managers
+    pair.sender(pair.prefill.managers[0], 1)
+    receiver = pair.receiver(manager, 1, tokens=16)
+    if receiver.poll() != KVPoll.Failed:
+        receiver.send_metadata(np.array([0], np.int32), 1, [[0]] * len(manager.state_types))
+    assert_fails(lambda: [receiver.poll()], [receiver], words)

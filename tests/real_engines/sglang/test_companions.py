@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPoolMXFP8
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPoolFP4,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from tests.real_engines.sglang.pool_ranks import (
     HEAD_DIM,
@@ -22,11 +28,16 @@ from tests.real_engines.sglang.pool_ranks import (
     Crossing,
     Part,
     PoolRank,
+    assert_request_fails,
     begin,
     part,
 )
 from tests.real_engines.sglang.ranks import Model
-from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
+from tests.real_engines.sglang.test_ranks import Pair, pair
+
+from kvferry.engines.sglang.cache_kinds import check_pool
+from kvferry.engines.sglang.companions import check_listed
+from kvferry.errors import LayoutError
 
 __all__ = ["pair"]  # a fixture
 
@@ -159,12 +170,7 @@ def test_an_index_in_other_pages_than_its_latents_is_not_exchanged(
 )
 def test_what_cannot_be_cut_alike_is_refused(pair: Pair, make: Any, there: dict[str, int], words: str):
     begin(pair, make, 1, 1, **there)
-    (manager,) = pair.decode.managers
-    pair.sender(pair.prefill.managers[0], 1)
-    receiver = pair.receiver(manager, 1, tokens=16)
-    if receiver.poll() != KVPoll.Failed:
-        receiver.send_metadata(np.array([0], np.int32), 1, [[0]])
-    assert_fails(lambda: [receiver.poll()], [receiver], words)
+    assert_request_fails(pair, words)
 
 
 @pytest.mark.shows("sglang", "StateType.BLOCK_SCALE_SWA")
@@ -172,3 +178,83 @@ def test_what_cannot_be_cut_alike_is_refused(pair: Pair, make: Any, there: dict[
 def test_scales_of_a_window_go_with_it(pair: Pair, prefill_tp: int, decode_tp: int):
     begin(pair, lambda **where: scaled(128, window=True, **where), prefill_tp, decode_tp)
     Crossing(pair, 1, 5).run()
+
+
+def of_4_bits(page: int, *, tp: int, tp_rank: int, method: Any = FP4MXBlock16KVCacheMethod) -> PoolRank:
+    pool = MHATokenToKVPool(
+        (PAGES - 1) * page,
+        page_size=page,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=max(1, HEADS // tp),
+        head_dim=HEAD_DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+        quant_method=method(num_layers=LAYERS, device="cpu", page_size=page),
+    )
+    kv = (*pool.k_buffer, *pool.v_buffer, *pool.k_scale_buffer, *pool.v_scale_buffer)
+    parts = [part(each, PAGES, page, pool.head_num, each[0].nbytes // pool.head_num, heads=1) for each in kv]
+    return PoolRank(Model(heads=HEADS, page_tokens=page, layers=LAYERS), pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.shows("sglang", "MHATokenToKVPool with scales")
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+@pytest.mark.parametrize("method", [FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod])
+def test_scales_that_sglang_does_not_list_go_with_their_heads(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, path: str, prefill_tp: int, decode_tp: int, method: Any
+):
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    begin(pair, partial(of_4_bits, 16, method=method), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+def latents_of_4_bits(page: int, *, tp: int, tp_rank: int) -> PoolRank:
+    pool = MLATokenToKVPoolFP4(
+        (PAGES - 1) * page,
+        page,
+        dtype=torch.float4_e2m1fn_x2,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    parts = [part(each, PAGES, page * each[0].nbytes) for each in (*pool.kv_buffer, *pool.kv_scale_buffer)]
+    return PoolRank(Model(heads=None, page_tokens=page, layers=LAYERS), pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.shows("sglang", "MLATokenToKVPoolFP4")
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+def test_scales_of_latents_go_with_them(pair: Pair, prefill_tp: int, decode_tp: int):
+    begin(pair, partial(latents_of_4_bits, 16), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+@pytest.mark.shows("sglang", "MHATokenToKVPoolFP4")
+def test_a_pool_that_sglang_cannot_list_is_refused():
+    pool = MHATokenToKVPoolFP4(
+        (PAGES - 1) * 16,
+        page_size=16,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=HEADS,
+        head_dim=HEAD_DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+    )
+    with pytest.raises(AttributeError, match="_kv_buffer_descs"):
+        pool.get_contiguous_buf_infos()
+    with pytest.raises(LayoutError, match=r"MHATokenToKVPoolFP4.* SGLang can list it for no backend"):
+        check_pool(pool, "layers of this model")
+
+
+@pytest.mark.parametrize("make", [of_4_bits, latents_of_4_bits])
+def test_scales_of_a_draft_model_are_refused(make: Any):
+    rank = make(16, tp=1, tp_rank=0)
+    with pytest.raises(LayoutError, match="does not list the scales of a draft model's blocks"):
+        check_listed([], rank.pool, rank.pool, None, rank.pool)

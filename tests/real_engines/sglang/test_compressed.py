@@ -6,17 +6,26 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as compressed
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
-from tests.real_engines.sglang.pool_ranks import PAGES, SIZES, SLOTS, Crossing, Part, PoolRank, begin, items, part
+from tests.real_engines.sglang.pool_ranks import (
+    PAGES,
+    SIZES,
+    SLOTS,
+    Crossing,
+    Part,
+    PoolRank,
+    assert_request_fails,
+    begin,
+    items,
+    part,
+)
 from tests.real_engines.sglang.ranks import Model
-from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
+from tests.real_engines.sglang.test_ranks import Pair, pair
 
 from kvferry.engines.sglang.compressed import compressed_caches
 from kvferry.errors import LayoutError
@@ -170,16 +179,6 @@ def test_a_drafts_windows_go_in_rings_with_the_models(pair: Pair, in_rings: Any)
     Crossing(pair, 1, 5, tokens=4 * PAGE + 70).run()
 
 
-def refused(pair: Pair, words: str) -> None:
-    """Asserts that a request is refused, and why."""
-    (manager,) = pair.decode.managers
-    pair.sender(pair.prefill.managers[0], 1)
-    receiver = pair.receiver(manager, 1, tokens=16)
-    if receiver.poll() != KVPoll.Failed:
-        receiver.send_metadata(np.array([0], np.int32), 1, [[0]] * len(manager.state_types))
-    assert_fails(lambda: [receiver.poll()], [receiver], words)
-
-
 def test_rings_of_another_length_are_refused(pair: Pair, in_rings: Any, spec: SimpleNamespace):
     def make(*, drafts: bool = False, **where: Any) -> PoolRank:
         spec.speculative_algorithm, spec.speculative_num_draft_tokens = ("EAGLE", 4) if drafts else (None, None)
@@ -187,12 +186,12 @@ def test_rings_of_another_length_are_refused(pair: Pair, in_rings: Any, spec: Si
         return rank
 
     begin(pair, make, 1, 1, drafts=True)
-    refused(pair, "axes of 'window latent': .*place in the ring 128, .*place in the ring 131, ")
+    assert_request_fails(pair, "axes of 'window latent': .*place in the ring 128, .*place in the ring 131, ")
 
 
 def test_latents_in_another_order_are_refused(pair: Pair):
     begin(pair, partial(rank_of, kv_layout="v4"), 1, 1, kv_layout="v41")
-    refused(pair, "KV layout is v4,.* there and v41,.* here")
+    assert_request_fails(pair, "KV layout is v4,.* there and v41,.* here")
 
 
 def test_places_of_several_rings_are_refused(pair: Pair, in_rings: Any, monkeypatch: pytest.MonkeyPatch):

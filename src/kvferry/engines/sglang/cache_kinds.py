@@ -21,9 +21,9 @@ _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 
 _COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
 _COMPRESSED = "tests/real_engines/sglang/test_compressed.py::"
+_INDEXED = "tests/real_engines/sglang/test_indexed.py::"
 _LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
-_NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
 _SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
 _UNIFIED = "all layers share one region: leave --enable-unified-memory away"
 _SPARSE = "the index of sparse attention is not transferred yet"
@@ -32,11 +32,10 @@ _NPU = "only pools of cpu and cuda are"
 _PART = "it is a part of another pool, and never a model's own"
 
 SCALES = "MHATokenToKVPool with scales"
+NATIVE_SCALES = "MHATokenToKVPool with native scales"
 _LAYOUT = "MHATokenToKVPool with kv_cache_layout"
 
 _REFUSED_POOLS = (
-    ("MHATokenToKVPoolFP4", "keys and values of 4 bits", _NO_SCALES),
-    ("MLATokenToKVPoolFP4", "latents of 4 bits", _NO_SCALES),
     ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
     ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
     ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
@@ -55,10 +54,6 @@ _REFUSED_POOLS = (
         "latents and an index, layers divided by rank",
         f"leave --enable-dsa-cache-layer-split away; {_SPARSE}",
     ),
-    ("QSATokenToKVPool", "recurrent state and the index of QSA", _SPARSE),
-    ("MiniMaxSparseKVPool", "MiniMax's sparse attention", _SPARSE),
-    ("MiniMaxM3Nvfp4KVPool", "MiniMax's sparse attention of 4 bits", _SPARSE),
-    ("MiniMaxM3Nvfp4MainKVPool", "MiniMax's keys and values of 4 bits", _PART),
     ("MiniMaxM3Nvfp4IndexKPool", "MiniMax's index of 4 bits", _PART),
     ("MHATokenToKOnlyPool", "the keys of an index", _PART),
     ("DeepSeekV4SingleKVPool", "DeepSeek V4's latents at one compression", _PART),
@@ -74,12 +69,6 @@ _REFUSED_POOLS = (
     ("DSV4NPUTokenToKVPool", "DeepSeek V4 on an NPU", _NPU),
     ("NPUDeepSeekV4SingleKVPool", "DeepSeek V4's latents on an NPU", _NPU),
     ("NPUDeepSeekV4IndexerPool", "DeepSeek V4's index on an NPU", _NPU),
-)
-_REFUSED_STATES = (
-    ("QSA_PENDING", "what QSA has not compressed yet", _SPARSE),
-    ("QSA_COMPRESSED", "the compressed index of QSA", _SPARSE),
-    ("MINIMAX_INDEX_K", "MiniMax's index", _SPARSE),
-    ("MINIMAX_DENSE_KV", "MiniMax's layers with full attention", _SPARSE),
 )
 
 KINDS = CacheKinds(
@@ -190,11 +179,84 @@ KINDS = CacheKinds(
             f"{_COMPRESSED}test_a_drafts_windows_go_with_the_models",
             transfer="one place a request",
         ),
+        *(
+            CacheKind(name, meaning, f"{_INDEXED}{test}", transfer=transfer)
+            for name, meaning, test, transfer in (
+                (
+                    "MiniMaxSparseKVPool",
+                    "keys and values of MiniMax's layers with sparse attention, and of others",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "as MHATokenToKVPool, the index in the same pages",
+                ),
+                (
+                    "StateType.MINIMAX_INDEX_K",
+                    "the keys of MiniMax's index",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "with the pages of keys and values; once, since every rank has the same",
+                ),
+                (
+                    "StateType.MINIMAX_DENSE_KV",
+                    "keys and values of MiniMax's layers without sparse attention",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "with the pages and heads of the others",
+                ),
+                (
+                    "QSATokenToKVPool",
+                    "keys and values with the index of QSA, beside recurrent state",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "as HybridLinearKVPool, the index in the same pages, of one size on both sides",
+                ),
+                (
+                    "StateType.QSA_PENDING",
+                    "what QSA's index has not pooled yet",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "one ring a request",
+                ),
+                (
+                    "StateType.QSA_COMPRESSED",
+                    "the pooled keys of QSA's index",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "with the pages of keys and values; once, since every rank has the same",
+                ),
+                (
+                    "MiniMaxM3Nvfp4KVPool",
+                    "MiniMax's sparse attention of 4 bits",
+                    "test_rows_of_4_bits_are_cut_by_heads",
+                    "any tensor-parallel size to any other, the scales with their heads, in pages of one size",
+                ),
+                (
+                    "MiniMaxM3Nvfp4MainKVPool",
+                    "MiniMax's keys and values of 4 bits",
+                    "test_rows_of_4_bits_are_cut_by_heads",
+                    "as a part of MiniMaxM3Nvfp4KVPool",
+                ),
+            )
+        ),
         CacheKind(
             SCALES,
             "keys and values of 4 bits, and scales",
-            f"{_POOLS}test_scales_that_would_stay_behind_are_refused",
-            refusal=f"{_NO_SCALES}: choose another --kv-cache-dtype",
+            f"{_COMPANIONS}test_scales_that_sglang_does_not_list_go_with_their_heads",
+            transfer="as MHATokenToKVPool, the scales with their heads: they are read from the pool, since SGLang does "
+            "not list them",
+        ),
+        CacheKind(
+            "MLATokenToKVPoolFP4",
+            "latents of 4 bits, and scales",
+            f"{_COMPANIONS}test_scales_of_latents_go_with_them",
+            transfer="as MLATokenToKVPool, with the scales, which are read from the pool",
+        ),
+        CacheKind(
+            NATIVE_SCALES,
+            "keys and values of 4 bits, and scales in the order of a kernel",
+            f"{_POOLS}test_scales_in_the_order_of_a_kernel_are_refused",
+            refusal="SGLang itself refuses them with disaggregation, whatever the backend: choose another "
+            "--attention-backend than trtllm_mha",
+        ),
+        CacheKind(
+            "MHATokenToKVPoolFP4",
+            "keys and values of 4 bits",
+            f"{_COMPANIONS}test_a_pool_that_sglang_cannot_list_is_refused",
+            refusal="SGLang can list it for no backend, and makes none: 4 bits are in a MHATokenToKVPool",
         ),
         *(
             CacheKind(
@@ -212,15 +274,6 @@ KINDS = CacheKinds(
         *(
             CacheKind(name, meaning, f"{_POOLS}test_a_pool_that_is_not_transferred_is_refused", refusal=refusal)
             for name, meaning, refusal in _REFUSED_POOLS
-        ),
-        *(
-            CacheKind(
-                f"StateType.{name}",
-                meaning,
-                f"{_POOLS}test_state_that_is_not_transferred_is_refused",
-                refusal=refusal,
-            )
-            for name, meaning, refusal in _REFUSED_STATES
         ),
     ),
 )
@@ -249,14 +302,12 @@ def check_order(pool: Any, layers: str) -> None:
         layers: those that it is for, in words.
 
     Raises:
-        LayoutError: naming the order within its pages, or its scales, and why.
+        LayoutError: naming the order within its pages, or of its scales, and why.
     """
     if pool.kv_cache_layout != "nhd":
         KINDS.transferred(f"{_LAYOUT} {pool.kv_cache_layout}", where=layers)
-    if type(pool).__name__ == "MHATokenToKVPoolMXFP8":
-        return
-    if any(getattr(pool, each, None) is not None for each in ("k_scale_buffer", "native_k_scale_buffer")):
-        KINDS.transferred(SCALES, where=layers)
+    if getattr(pool, "native_k_scale_buffer", None) is not None:
+        KINDS.transferred(NATIVE_SCALES, where=layers)
 
 
 def check_states(states: Sequence[Enum], *, twice: Collection[str] = ()) -> None:

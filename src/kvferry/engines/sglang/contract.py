@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
+from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
@@ -355,32 +356,7 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
 _SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
 
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
-_COMPRESSED = "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool"
-_SPARSE: tuple[Line, ...] = (
-    Members(
-        f"{_BASE}:StateType",
-        {"SWA_RING": "swa_ring", "DSV4_REQUEST_STATE": "c128_state", "REQUEST_ROW": "request_row"},
-        "what is cached beside latents at several compressions is told apart so",
-    ),
-    Mentions(
-        f"{_COMPRESSED}.__init__",
-        ("request_window", "swa_kv_pool", "unified_kv_pool", "unified_swa_ring_size", "_unified_kv", "_unified_kv_fp8"),
-        "where DeepSeek V4's windows are is read from the pool",
-    ),
-    Mentions(
-        f"{_COMPRESSED}.get_contiguous_buf_infos",
-        ("kv_pools", "index_pools", "_stage_start", "_stage_end", "compression_ratios"),
-        "it lists latents and their index, compression by compression",
-    ),
-    Mentions(
-        f"{_COMPRESSED}.get_state_buf_infos",
-        ("compress_state_pools", "indexer_compress_state_pools", "request_scoped", "ring_size"),
-        "it lists windows, then what is not compressed of latents and of their index",
-    ),
-)
-"""Beside sparse attention and compressed latents, which 0.5.22 was not tried with."""
-
 SERVING = (
     Contract("SGLang", ("0.5.22",), tuple(_in_0_5_22(_SERVING))),
-    Contract("SGLang", ("0.5.23",), (*_SERVING, *_SPARSE)),
+    Contract("SGLang", ("0.5.23",), (*_SERVING, *INDEXED)),
 )

@@ -17,8 +17,17 @@ from kvferry import RankCoordinates
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
 from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, StateBuffer, Uncut
-from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
+from kvferry.engines.sglang.companions import (
+    check_listed,
+    index_of,
+    own_scales_of,
+    pending_keys_of,
+    pooled_keys_of,
+    scales_of,
+    tails_of,
+)
 from kvferry.engines.sglang.heads import total_of
+from kvferry.engines.sglang.minimax import heads_of_rows, index_of_rows, is_of_rows, parts_of_rows
 from kvferry.errors import LayoutError, UsageError
 
 log = logging.getLogger(__name__)
@@ -33,6 +42,9 @@ _GROUPS = {
     "Mamba2Config": "n_groups",
 }
 """Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
+
+_INNER = ("full_kv_pool", "main_pool")
+"""Where pools that are made of others have the pool of layers with full attention."""
 
 _TWICE = {compressed.POOL: ("SWA", "SWA_RING")}
 """States that SGLang lists twice beside pools of a class: the model's, and then its draft model's."""
@@ -108,15 +120,21 @@ def caches_of(
     check_states(args.state_types, twice=_TWICE.get(name, ()))
     if name == compressed.POOL:
         return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens)
-    main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
+    main = next((inner for each in _INNER if (inner := getattr(pools.target, each, None)) is not None), pools.target)
     windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
     claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
-    check_listed(args.state_types, main, windowed, pools.draft)
+    check_listed(args.state_types, pools.target, main, windowed, pools.draft)
+    full = Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL))
     window: Attention | None = None
     scales: dict[str, Attention] = {}
     uncut: list[Uncut] = []
+    apart: dict[str, Attention] = {}
+    if is_of_rows(main) and full.heads is not None:
+        full, scales["block_scale"] = parts_of_rows(main, full.buffers, full.heads)
+    elif (own := own_scales_of(main, full.heads)) is not None:
+        scales["block_scale"] = own
     state: tuple[StateBuffer, ...] = ()
     for number, kind in enumerate(args.state_types):
         if kind.value in ("dsa", "dsa_tail"):
@@ -131,16 +149,25 @@ def caches_of(
         )
         if kind.value == "swa":
             window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            if (own := own_scales_of(windowed, window.heads)) is not None:
+                scales["block_scale_swa"] = own
             if pools.window_tokens is None:
                 raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
         elif kind.value in ("block_scale", "block_scale_swa"):
             of_window = kind.value == "block_scale_swa"
             pool, claimed, which = (windowed, claims[1], _WINDOWS) if of_window else (main, claims[0], _FULL)
             scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
+        elif kind.value in ("qsa_pending", "qsa_compressed"):
+            read_keys = pending_keys_of if kind.value == "qsa_pending" else pooled_keys_of
+            uncut += read_keys(pools.target, pools.draft, given)
+        elif kind.value == "minimax_index_k" and is_of_rows(main):
+            uncut.append(index_of_rows(pools.target.index_k_pool, given))
+        elif kind.value in ("minimax_index_k", "minimax_dense_kv"):
+            apart[kind.value] = Attention(given, full.heads if kind.value == "minimax_dense_kv" else None)
         else:
             state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
     return Caches(
-        kv=Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL)),
+        kv=full,
         draft=kv[len(kv) - drafts :],
         draft_packing=_draft_packing(pools.draft),
         page_tokens=args.page_size,
@@ -149,6 +176,8 @@ def caches_of(
         state=state,
         scales=scales.get("block_scale"),
         window_scales=scales.get("block_scale_swa"),
+        dense=apart.get("minimax_dense_kv"),
+        index=apart.get("minimax_index_k"),
         uncut=tuple(uncut),
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
@@ -184,24 +213,19 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, which)
-    if name in ("MLATokenToKVPool", "DSATokenToKVPool") and which == _FULL:
+    if name in ("MLATokenToKVPool", "MLATokenToKVPoolFP4", "DSATokenToKVPool") and which == _FULL:
         return None
+    if is_of_rows(pool):
+        return heads_of_rows(pool, _total_of(claimed, pool.head_num, place, which))
     if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8"):
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
     packing = _packing(pool, which)
     item = pool.store_dtype.itemsize
-    total = _total(claimed, pool.head_num, place)
-    if total is None:
-        log.warning(
-            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
-            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
-            which,
-            pool.head_num,
-            place.tp_rank,
-            place.tp_size,
-            "layers differ" if claimed is None else f"it says {claimed}",
-        )
-    return Heads(pool.head_num, total, pool.head_dim * item, pool.v_head_dim * item, packing)
+    total = _total_of(claimed, pool.head_num, place, which)
+    dims = pool.head_dim, pool.v_head_dim
+    if name == "MHATokenToKVPool" and pool.k_scale_buffer is not None:
+        dims = pool.k_buffer[0].shape[-1], pool.v_buffer[0].shape[-1]  # two elements of 4 bits are one that is stored
+    return Heads(pool.head_num, total, dims[0] * item, dims[1] * item, packing)
 
 
 def _packing(pool: Any, which: str) -> str | None:
@@ -221,8 +245,24 @@ def _draft_packing(pool: Any) -> str | None:
         return None
     which = "layers of the draft model"
     name = check_pool(pool, which)
-    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else pool
+    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool", "QSATokenToKVPool") else pool
     return _packing(inner, which) if check_pool(inner, which) == "MHATokenToKVPool" else None
+
+
+def _total_of(claimed: int | None, held: int, place: RankCoordinates, which: str) -> int | None:
+    """Returns how many heads the whole model has in some layers; None, and says so, if nobody knows."""
+    total = _total(claimed, held, place)
+    if total is None:
+        log.warning(
+            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
+            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
+            which,
+            held,
+            place.tp_rank,
+            place.tp_size,
+            "layers differ" if claimed is None else f"it says {claimed}",
+        )
+    return total
 
 
 def _total(claimed: int | None, held: int, place: RankCoordinates) -> int | None:
