@@ -25,7 +25,9 @@ _INDEXED = "tests/real_engines/sglang/test_indexed.py::"
 _LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
 _SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
-_UNIFIED = "all layers share one region: leave --enable-unified-memory away"
+_UNIFIED = "SGLang allows them with disaggregation for its Mooncake backend alone: leave --enable-unified-memory away"
+_FUSED = "SGLang itself can list them for no backend: leave --enable-unified-memory or the draft model away"
+_PAGE_MAJOR = "SGLang itself makes and lists them for no backend: leave --enable-page-major-kv-layout away"
 _SPARSE = "the index of sparse attention is not transferred yet"
 _HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
 _NPU = "only pools of cpu and cuda are"
@@ -37,7 +39,7 @@ _LAYOUT = "MHATokenToKVPool with kv_cache_layout"
 
 _REFUSED_POOLS = (
     ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
-    ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
+    ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _PAGE_MAJOR),
     ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
     ("PageInterleaveMLATokenToKVPool", "latents, sharded by page", _SHARDED),
     ("PageInterleaveDSATokenToKVPool", "latents and an index, sharded by page", _SHARDED),
@@ -46,9 +48,9 @@ _REFUSED_POOLS = (
     ("UnifiedSWAKVPool", "windows in unified memory", _UNIFIED),
     ("UnifiedHybridLinearKVPool", "recurrent state in unified memory", _UNIFIED),
     ("UnifiedMambaPool", "recurrent state in unified memory", _UNIFIED),
-    ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _UNIFIED),
-    ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _UNIFIED),
-    ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _UNIFIED),
+    ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _FUSED),
+    ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _FUSED),
+    ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _FUSED),
     (
         "LayerSplitDSATokenToKVPool",
         "latents and an index, layers divided by rank",
@@ -266,9 +268,13 @@ KINDS = CacheKinds(
                 refusal=refusal,
             )
             for name, meaning, refusal in (
-                ("hnd", "keys and values, heads before tokens", "SGLang does not list such pools for a transfer"),
-                ("page_major", "keys and values, all layers in a page", _UNIFIED),
-                ("page_major_layer_major", "keys and values, all layers in a page", _UNIFIED),
+                (
+                    "hnd",
+                    "keys and values, heads before tokens",
+                    "SGLang itself does not list them for any backend: leave SGLANG_USE_HND_KVCACHE away",
+                ),
+                ("page_major", "keys and values, all layers in a page", _PAGE_MAJOR),
+                ("page_major_layer_major", "keys and values, all layers in a page", _PAGE_MAJOR),
             )
         ),
         *(
