@@ -30,15 +30,25 @@ class Part:
         bytes: its items, of which each is a page, or the slot of a request.
         heads: the axis that ranks divide; None where each has all.
         of: what its items are numbered by.
+        first: the number of its first item.
     """
 
     bytes: np.ndarray[Any, Any]
     heads: int | None = None
     of: str = "pages"
+    first: int = 0
 
 
 def part(tensor: torch.Tensor, *shape: int, heads: int | None = None, of: str = "pages") -> Part:
     return Part(tensor.view(torch.uint8).numpy().reshape(shape or tuple(tensor.view(torch.uint8).shape)), heads, of)
+
+
+def by_token(
+    tensor: torch.Tensor, page: int, *, heads: int | None = 1, of: str = "pages", first: int = 0, count: int = PAGES
+) -> Part:
+    """So many pages of a buffer with tokens before heads, which other layers may lie between."""
+    pages = tensor.view(torch.uint8).unflatten(0, (-1, page))[first : first + count]
+    return Part(pages.numpy(), heads, of, first)
 
 
 def items(tensor: torch.Tensor, rows: int, *, of: str = "pages") -> Part:
@@ -48,7 +58,13 @@ def items(tensor: torch.Tensor, rows: int, *, of: str = "pages") -> Part:
 
 
 class PoolRank(Rank):
-    """A rank with a pool of SGLang's, and perhaps one of a draft model's."""
+    """A rank with a pool of SGLang's, and perhaps one of a draft model's.
+
+    Attributes:
+        first_window, first_slot: where a request's window and its slot may begin, in one region with its pages.
+    """
+
+    first_window = first_slot = 0
 
     def __init__(
         self,
@@ -105,15 +121,15 @@ class Crossing:
         model = pair.model
         self.tokens = pages * model.page_tokens if tokens is None else tokens
         first = max(held * model.page_tokens, self.tokens - model.window_tokens, 0) // model.page_tokens
+        self.ranks: list[list[Any]] = [[*side.ranks] for side in (pair.prefill, pair.decode)]
         self.sides: list[dict[str, Any]] = [
             {
                 "pages": random.permutation(PAGES)[:pages],
-                "window": random.permutation(PAGES)[: pages - first],
-                "slots": [slot],
+                "window": random.permutation(PAGES)[: pages - first] + ranks[0].first_window,
+                "slots": [slot + ranks[0].first_slot],
             }
-            for slot in (2, 4)
+            for ranks, slot in zip(self.ranks, (2, 4), strict=True)
         ]
-        self.ranks: list[list[Any]] = [[*side.ranks] for side in (pair.prefill, pair.decode)]
         for side, ranks in zip(self.sides, self.ranks, strict=True):
             pool = ranks[0].pool
             if getattr(pool, "compress_state_pools", None):
@@ -122,7 +138,7 @@ class Crossing:
             for number, each in enumerate(rank.parts):
                 each.bytes[:] = 55
                 for index, item in enumerate(self.sides[0][each.of]):
-                    each.bytes[item] = rank.content(room, number, index)
+                    each.bytes[item - each.first] = rank.content(room, number, index)
             rank.rooms[1] = room
         for rank in self.ranks[1]:
             for each in rank.parts:
@@ -180,7 +196,7 @@ class Crossing:
         for rank in self.ranks[1]:
             for number, each in enumerate(rank.parts):
                 skipped = self.held if each.of == "pages" else 0
-                arrived = list(self.sides[1][each.of][skipped:])
+                arrived = [item - each.first for item in self.sides[1][each.of][skipped:]]
                 for index, item in enumerate(arrived):
                     np.testing.assert_array_equal(each.bytes[item], rank.content(room, number, skipped + index))
                 others = [item for item in range(len(each.bytes)) if item not in arrived]

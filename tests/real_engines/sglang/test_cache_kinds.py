@@ -12,7 +12,6 @@ import pytest
 import torch
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache import memory_pool, unified_draft_pool
-from sglang.srt.server_args import ServerArgs
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
 from tests.support.shown import collected, files_of, problems
 
@@ -94,10 +93,6 @@ def test_sglang_itself_makes_no_pool_with_all_layers_in_a_page():
         memory_pool.PageMajorMHATokenToKVPool._create_buffers(object.__new__(memory_pool.PageMajorMHATokenToKVPool))
 
 
-def test_sglang_itself_allows_unified_memory_with_its_mooncake_backend_alone():
-    assert ServerArgs._unified_memory_pd_transfer_backends(None) == {"mooncake"}
-
-
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Turns an option on and looks at the options of a rank."""
@@ -118,7 +113,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
         ({"pp_size": 2}, "pipeline stages on the decode side"),
         ({"enable_hisparse": True}, r"--enable-hisparse \(KV caches in host memory\)"),
-        ({"enable_unified_memory": True}, "--enable-unified-memory"),
         ({"enable_pd_role_switch": True}, "--enable-pd-role-switch"),
         ({"disaggregation_decode_allocation_policy": "prefill_complete"}, "prefill_complete"),
         ({"disaggregation_decode_host_receive_threshold": 0.5}, "host-receive-threshold below 1"),

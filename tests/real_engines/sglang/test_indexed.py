@@ -23,6 +23,7 @@ from tests.real_engines.sglang.pool_ranks import (
     PoolRank,
     assert_request_fails,
     begin,
+    by_token,
     items,
     part,
 )
@@ -44,11 +45,6 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang's pools ask of the rank that they are on."""
     monkeypatch.setattr(memory_pool, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
     monkeypatch.setattr(minimax_m3_nvfp4_pool, "get_platform", lambda: SimpleNamespace(is_sm100=False))
-
-
-def by_token(tensor: torch.Tensor, page: int, *, heads: int | None = 1) -> Part:
-    """A buffer with tokens before heads."""
-    return part(tensor, len(tensor) // page, page, *tensor.shape[1:-1], tensor[0, 0].nbytes, heads=heads)
 
 
 def sparse(*, tp: int, tp_rank: int, page: int = 16) -> PoolRank:

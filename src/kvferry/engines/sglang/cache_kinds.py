@@ -25,7 +25,7 @@ _INDEXED = "tests/real_engines/sglang/test_indexed.py::"
 _LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
 _SHARDED = "pages lie on several ranks by turns: leave --enable-kv-cache-sharding away"
-_UNIFIED = "SGLang allows them with disaggregation for its Mooncake backend alone: leave --enable-unified-memory away"
+_UNIFIED = "tests/real_engines/sglang/test_unified.py::"
 _FUSED = "SGLang itself can list them for no backend: leave --enable-unified-memory or the draft model away"
 _PAGE_MAJOR = "SGLang itself makes and lists them for no backend: leave --enable-page-major-kv-layout away"
 _SPARSE = "the index of sparse attention is not transferred yet"
@@ -43,11 +43,6 @@ _REFUSED_POOLS = (
     ("PageInterleaveMHATokenToKVPool", "keys and values, sharded by page", _SHARDED),
     ("PageInterleaveMLATokenToKVPool", "latents, sharded by page", _SHARDED),
     ("PageInterleaveDSATokenToKVPool", "latents and an index, sharded by page", _SHARDED),
-    ("UnifiedMHATokenToKVPool", "keys and values in unified memory", _UNIFIED),
-    ("UnifiedMLATokenToKVPool", "latents in unified memory", _UNIFIED),
-    ("UnifiedSWAKVPool", "windows in unified memory", _UNIFIED),
-    ("UnifiedHybridLinearKVPool", "recurrent state in unified memory", _UNIFIED),
-    ("UnifiedMambaPool", "recurrent state in unified memory", _UNIFIED),
     ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _FUSED),
     ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _FUSED),
     ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _FUSED),
@@ -231,6 +226,41 @@ KINDS = CacheKinds(
                     "MiniMax's keys and values of 4 bits",
                     "test_rows_of_4_bits_are_cut_by_heads",
                     "as a part of MiniMaxM3Nvfp4KVPool",
+                ),
+            )
+        ),
+        *(
+            CacheKind(name, meaning, f"{_UNIFIED}{test}", transfer=transfer)
+            for name, meaning, test, transfer in (
+                (
+                    "UnifiedMHATokenToKVPool",
+                    "keys and values in unified memory",
+                    "test_windows_in_unified_memory_arrive_with_the_rest",
+                    "as MHATokenToKVPool, layer by layer, also to a side without unified memory",
+                ),
+                (
+                    "UnifiedSWAKVPool",
+                    "full attention and windows in unified memory",
+                    "test_windows_in_unified_memory_arrive_with_the_rest",
+                    "as SWAKVPool",
+                ),
+                (
+                    "UnifiedMLATokenToKVPool",
+                    "latents in unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "as MLATokenToKVPool",
+                ),
+                (
+                    "UnifiedHybridLinearKVPool",
+                    "full attention or latents, beside recurrent state, in unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "each as if it were alone",
+                ),
+                (
+                    "UnifiedMambaPool",
+                    "recurrent state of all layers in a slot of unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "between as many tensor-parallel ranks, with unified memory on both sides",
                 ),
             )
         ),

@@ -68,12 +68,12 @@ class Attention:
 
     Attributes:
         heads: of keys and values; None for latents.
-        part_bytes: of an item, those that are the keys, and as many that are the values; None for all of it.
+        part_bytes: of an item, how many are keys, and how many values, or how many are latents; None if all are.
     """
 
     buffers: Buffers
     heads: Heads | None
-    part_bytes: int | None = None
+    part_bytes: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.buffers)

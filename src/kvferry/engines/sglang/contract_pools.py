@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
-from kvferry.engines.contract import Line, Members, Mentions
+from kvferry.engines.contract import Attributes, Line, Members, Mentions, Signature
+from kvferry.engines.sglang.names import MOVE_GATE, where
 
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _COMPRESSED = "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool"
 _POOLED = "sglang.srt.mem_cache.qsa_kv_pool:QSATokenToKVPool"
+_UNIFIED = "sglang.srt.mem_cache.unified_memory_pool"
 _FOUR_BITS = "sglang.srt.mem_cache.minimax_m3_nvfp4_pool:MiniMaxM3Nvfp4MainKVPool"
 
 INDEXED: tuple[Line, ...] = (
@@ -55,6 +57,23 @@ INDEXED: tuple[Line, ...] = (
         f"{_POOLS}:MiniMaxSparseKVPool.__init__",
         ("main_pool", "index_k_pool", "_dense_layer_ids"),
         "each of its pools is described",
+    ),
+    Signature("sglang.srt.server_args:ServerArgs._unified_memory_pd_transfer_backends", "self", "our hook adds to it"),
+    Signature(where(MOVE_GATE), "scheduler", "our hook on it keeps pages of failed requests where they are"),
+    Mentions(
+        f"{_UNIFIED}:UnifiedMHATokenToKVPool.get_contiguous_buf_infos",
+        ("_raw", "active_allocation_bytes", "_page_bytes"),
+        "it lists unified memory as one buffer with pages of all layers",
+    ),
+    Mentions(
+        f"{_UNIFIED}:UnifiedMambaPool.get_contiguous_buf_infos",
+        ("_raw", "entry_bytes"),
+        "it lists unified memory as one buffer with slots of all layers",
+    ),
+    Attributes(
+        "sglang.srt.disaggregation.decode:DecodeTransferQueue",
+        ("has_pending_deferred_releases",),
+        "pages of failed requests are not moved while it has any",
     ),
     Mentions(
         f"{_FOUR_BITS}.__init__",

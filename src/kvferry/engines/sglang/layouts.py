@@ -94,8 +94,9 @@ class _Pools:
         self, prefix: str, pool: Attention, *, group: str, window_tokens: int | None = None, whole: str = "latent"
     ) -> Iterator[Shard]:
         """Yields the shards of keys and values, or of latents, or of what else is `whole` on every rank."""
-        for name, part, head_bytes in _keys_and_values(pool, whole):
-            row_bytes, layers = self._row_bytes(part, name, pool.part_bytes), self._layers(len(part))
+        for kind, (name, part, head_bytes) in enumerate(_keys_and_values(pool, whole)):
+            part_bytes = None if pool.part_bytes is None else pool.part_bytes[kind]
+            row_bytes, layers = self._row_bytes(part, name, part_bytes), self._layers(len(part))
             heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
             if heads is not None and row_bytes != heads.held * head_bytes:
                 raise LayoutError(

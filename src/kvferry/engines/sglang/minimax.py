@@ -64,4 +64,4 @@ def _part(pool: Any, rows: Buffers, kinds: Sequence[Sequence[Any]], heads: Heads
         address + views[0].data_ptr() - pool.rows[0].data_ptr() for views in kinds for address in rows.addresses
     ]
     buffers = Buffers(tuple(addresses), rows.lengths * len(kinds), rows.item_bytes * len(kinds))
-    return Attention(buffers, heads, pool.head_num * heads.key_bytes * pool.page_size)
+    return Attention(buffers, heads, (pool.head_num * heads.key_bytes * pool.page_size,) * len(kinds))

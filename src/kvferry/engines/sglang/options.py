@@ -63,7 +63,6 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
         "--enable-hisparse (KV caches in host memory)": get_memory().enable_hisparse,
-        "--enable-unified-memory": get_memory().enable_unified_memory,
         "--enable-pd-role-switch": disagg.enable_pd_role_switch,
         "--disaggregation-decode-allocation-policy prefill_complete": (
             disagg.disaggregation_decode_allocation_policy != "early"

@@ -28,6 +28,7 @@ from kvferry.engines.sglang.companions import (
 )
 from kvferry.engines.sglang.heads import total_of
 from kvferry.engines.sglang.minimax import heads_of_rows, index_of_rows, is_of_rows, parts_of_rows
+from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
 from kvferry.errors import LayoutError, UsageError
 
 log = logging.getLogger(__name__)
@@ -42,6 +43,8 @@ _GROUPS = {
     "Mamba2Config": "n_groups",
 }
 """Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
+
+_LATENTS = ("MLATokenToKVPool", "MLATokenToKVPoolFP4", "DSATokenToKVPool", "UnifiedMLATokenToKVPool")
 
 _INNER = ("full_kv_pool", "main_pool")
 """Where pools that are made of others have the pool of layers with full attention."""
@@ -121,12 +124,17 @@ def caches_of(
     if name == compressed.POOL:
         return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens)
     main = next((inner for each in _INNER if (inner := getattr(pools.target, each, None)) is not None), pools.target)
-    windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
+    windowed = pools.target.swa_kv_pool if name in ("SWAKVPool", "UnifiedSWAKVPool") else None
     claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
     check_listed(args.state_types, pools.target, main, windowed, pools.draft)
-    full = Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL))
+    if is_unified(main) and pools.draft is not None:
+        raise LayoutError(
+            "SGLang numbers a draft model's pages otherwise than the model's in unified memory, and hands in no such "
+            "numbers: leave --enable-unified-memory or the draft model away"
+        )
+    full = _attention(main, kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL))
     window: Attention | None = None
     scales: dict[str, Attention] = {}
     uncut: list[Uncut] = []
@@ -148,7 +156,7 @@ def caches_of(
             tuple(args.state_item_lens[number]),
         )
         if kind.value == "swa":
-            window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            window = _attention(windowed, given, _heads_of(windowed, claims[1], place, _WINDOWS))
             if (own := own_scales_of(windowed, window.heads)) is not None:
                 scales["block_scale_swa"] = own
             if pools.window_tokens is None:
@@ -165,7 +173,8 @@ def caches_of(
         elif kind.value in ("minimax_index_k", "minimax_dense_kv"):
             apart[kind.value] = Attention(given, full.heads if kind.value == "minimax_dense_kv" else None)
         else:
-            state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
+            holder = _mamba_pool(pools)
+            state = state_of(holder, given) or tuple(_state_buffers(args, number, given, holder, recurrent, place))
     return Caches(
         kv=full,
         draft=kv[len(kv) - drafts :],
@@ -182,6 +191,10 @@ def caches_of(
         first_layer=args.prefill_start_layer if place.pp_size > 1 else 0,
         layers=model.num_hidden_layers if place.pp_size > 1 else None,
     )
+
+
+def _attention(pool: Any, listed: Buffers, heads: Heads | None) -> Attention:
+    return layers_of(pool, listed, heads) if is_unified(pool) else Attention(listed, heads)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -213,17 +226,17 @@ def _heads_of(pool: Any, claimed: int | None, place: RankCoordinates, which: str
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, which)
-    if name in ("MLATokenToKVPool", "MLATokenToKVPoolFP4", "DSATokenToKVPool") and which == _FULL:
+    if name in _LATENTS and which == _FULL:
         return None
     if is_of_rows(pool):
         return heads_of_rows(pool, _total_of(claimed, pool.head_num, place, which))
-    if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8"):
+    if name not in ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8", "UnifiedMHATokenToKVPool"):
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
-    packing = _packing(pool, which)
+    packing = None if is_unified(pool) else _packing(pool, which)
     item = pool.store_dtype.itemsize
     total = _total_of(claimed, pool.head_num, place, which)
     dims = pool.head_dim, pool.v_head_dim
-    if name == "MHATokenToKVPool" and pool.k_scale_buffer is not None:
+    if name == "MHATokenToKVPool" and getattr(pool, "k_scale_buffer", None) is not None:
         dims = pool.k_buffer[0].shape[-1], pool.v_buffer[0].shape[-1]  # two elements of 4 bits are one that is stored
     return Heads(pool.head_num, total, dims[0] * item, dims[1] * item, packing)
 
