@@ -211,6 +211,37 @@ def test_scales_that_sglang_does_not_list_go_with_their_heads(
     Crossing(pair, 2, 7, held=3).run()
 
 
+def windows_of_4_bits(page: int, *, tp: int, tp_rank: int) -> PoolRank:
+    size = (PAGES - 1) * page
+    pool = SWAKVPool(
+        size,
+        size,
+        page_size=page,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=max(1, HEADS // tp),
+        head_dim=HEAD_DIM,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1, 2],
+        token_to_kv_pool_class=partial(MHATokenToKVPool, quant_method=FP4MXBlock16KVCacheMethod()),
+    )
+    parts = []
+    for each, of in ((pool.full_kv_pool, "pages"), (pool.swa_kv_pool, "window")):
+        kv = (*each.k_buffer, *each.v_buffer, *each.k_scale_buffer, *each.v_scale_buffer)
+        parts += [part(kind, PAGES, page, each.head_num, -1, heads=1, of=of) for kind in kv]
+    model = Model(heads=HEADS, page_tokens=page, layers=LAYERS, window_tokens=2 * page)
+    return PoolRank(model, pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+def test_scales_of_a_window_that_sglang_does_not_list_go_with_it(pair: Pair, prefill_tp: int, decode_tp: int):
+    begin(pair, partial(windows_of_4_bits, 16), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
 def latents_of_4_bits(page: int, *, tp: int, tp_rank: int) -> PoolRank:
     pool = MLATokenToKVPoolFP4(
         (PAGES - 1) * page,
