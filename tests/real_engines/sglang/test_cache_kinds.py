@@ -9,16 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from sglang.srt.arg_groups import pd_disaggregation_hook
 from sglang.srt.disaggregation.base.conn import StateType
-from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache import memory_pool, unified_draft_pool
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
 from tests.support.shown import collected, files_of, problems
 
 from kvferry.engines.cache_kinds import names_missing
-from kvferry.engines.sglang.cache_kinds import KINDS
+from kvferry.engines.sglang.cache_kinds import KINDS, check_order, check_pool
 from kvferry.engines.sglang.options import INSTEAD, check_options
-from kvferry.errors import UsageError
+from kvferry.errors import LayoutError, UsageError
 
 ROOTS = {"KVCache", "BaseSWAKVPool", "MambaPool"}
 BASES = ROOTS - {"MambaPool"}
@@ -49,6 +50,50 @@ def test_rows_that_real_engines_show_are_those_that_their_tests_try():
     assert [*problems("sglang", KINDS.kinds, folder, shown)] == []
 
 
+def pool_of_heads(**more: Any) -> Any:
+    return memory_pool.MHATokenToKVPool(
+        size=32,
+        page_size=16,
+        dtype=torch.float32,
+        head_num=1,
+        head_dim=8,
+        layer_num=1,
+        device="cpu",
+        enable_memory_saver=False,
+        **more,
+    )
+
+
+def test_sglang_itself_lists_no_heads_before_tokens(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    pool = pool_of_heads()
+    with pytest.raises(AssertionError, match=r"HND KV cache .* is not supported with disagg yet"):
+        pool.get_contiguous_buf_infos()
+    with pytest.raises(LayoutError, match="SGLang itself does not list them for any backend"):
+        check_order(pool, "layers")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        unified_draft_pool.UnifiedDraftKVPool,
+        unified_draft_pool.UnifiedDraftSWAKVPool,
+        unified_draft_pool.UnifiedDraftMambaPool,
+    ],
+)
+def test_sglang_itself_lists_no_draft_in_unified_memory(kind: Any):
+    pool = object.__new__(kind)
+    with pytest.raises(NotImplementedError, match="unsupported"):
+        pool.get_contiguous_buf_infos()
+    with pytest.raises(LayoutError, match="SGLang itself can list them for no backend"):
+        check_pool(pool, "layers")
+
+
+def test_sglang_itself_makes_no_pool_with_all_layers_in_a_page():
+    with pytest.raises(NotImplementedError, match="temporarily unsupported"):
+        memory_pool.PageMajorMHATokenToKVPool._create_buffers(object.__new__(memory_pool.PageMajorMHATokenToKVPool))
+
+
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Turns an option on and looks at the options of a rank."""
@@ -69,7 +114,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
             {"enable_hisparse": True},
             r"--enable-hisparse \(keys and values in host memory, and their index on the device",
         ),
-        ({"enable_unified_memory": True}, "--enable-unified-memory"),
         ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
     ],
 )

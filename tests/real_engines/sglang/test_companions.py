@@ -2,84 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from sglang.srt.disaggregation import utils
-from sglang.srt.disaggregation.base.conn import KVArgs, KVPoll, StateType
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod
 from sglang.srt.mem_cache import memory_pool
-from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPoolMXFP8
+from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MLATokenToKVPoolFP4,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from tests.real_engines.sglang.crossings import wait
-from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
-from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
+from tests.real_engines.sglang.pool_ranks import (
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    PAGES,
+    SIZES,
+    Crossing,
+    Part,
+    PoolRank,
+    assert_request_fails,
+    begin,
+    part,
+)
+from tests.real_engines.sglang.ranks import Model
+from tests.real_engines.sglang.test_ranks import Pair, pair
 
-from kvferry.engines.sglang.pools import around_managers
+from kvferry.engines.sglang.cache_kinds import check_pool
+from kvferry.engines.sglang.companions import check_listed
+from kvferry.errors import LayoutError
 
 __all__ = ["pair"]  # a fixture
 
 pytestmark = pytest.mark.timeout(60)
-
-PAGES, LAYERS, HEADS, HEAD_DIM = 12, 3, 4, 64
-
-
-@dataclass(frozen=True)
-class Part:
-    """A buffer of a pool.
-
-    Attributes:
-        bytes: its items, of which each is a page, or the slot of a request.
-        heads: the axis that ranks divide; None where each has all.
-        of: what its items are numbered by.
-        total: how many heads there are on all ranks.
-        label: tells its content from others'; None for its number on the rank.
-    """
-
-    bytes: np.ndarray[Any, Any]
-    heads: int | None = None
-    of: str = "pages"
-    total: int = 4
-    label: int | None = None
-
-
-def part(tensor: torch.Tensor, *shape: int, heads: int | None = None, of: str = "pages") -> Part:
-    return Part(tensor.view(torch.uint8).numpy().reshape(shape or tuple(tensor.view(torch.uint8).shape)), heads, of)
-
-
-class PoolRank(Rank):
-    """A rank with a pool of SGLang's."""
-
-    def __init__(self, model: Model, pool: Any, parts: Sequence[Part], *, tp: int, tp_rank: int) -> None:
-        super().__init__(model, tp=tp, tp_rank=tp_rank)
-        self.pool, self.parts = pool, parts
-
-    @property
-    def arguments(self) -> KVArgs:
-        """As SGLang's scheduler fills them in, by SGLang's own functions."""
-        args = super().arguments
-        args.page_size = self.pool.page_size
-        args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = self.pool.get_contiguous_buf_infos()
-        queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=self.model.window_tokens))
-        around_managers(lambda _: utils.setup_state_kv_args(args, self.pool, None, LAYERS), queue)
-        return args
-
-    def content(self, seed: int, number: int, item: int) -> np.ndarray[Any, Any]:
-        """What this rank has of one item of one buffer."""
-        each = self.parts[number]
-        shape = list(each.bytes.shape[1:])
-        if each.heads is not None:
-            shape[each.heads] = each.total
-        label = number if each.label is None else each.label
-        whole = np.random.default_rng([seed, label, item]).integers(0, 256, shape, np.uint8)
-        return whole if each.heads is None else whole.take(self._heads_of(each), each.heads)
-
-    def _heads_of(self, each: Part) -> range:
-        return self._heads(each.total)
 
 
 def sparse(kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: int = 128) -> PoolRank:
@@ -147,91 +109,6 @@ def scaled(page: int, *, tp: int, tp_rank: int, window: bool = False) -> PoolRan
     return PoolRank(model, pool, parts, tp=tp, tp_rank=tp_rank)
 
 
-class Crossing:
-    """One request, in chunks, and what SGLang hands in for it."""
-
-    def __init__(self, pair: Pair, room: int, pages: int, *, held: int = 0) -> None:
-        """Begins it.
-
-        Args:
-            held: pages that the decode side has already.
-        """
-        self.pair, self.room, self.held = pair, room, held
-        random = np.random.default_rng(room)
-        model = pair.model
-        window = min(pages, -(-model.window_tokens // model.page_tokens))
-        self.sides: list[dict[str, Any]] = [
-            {"pages": random.permutation(PAGES)[:pages], "window": random.permutation(PAGES)[:window], "slots": [slot]}
-            for slot in (2, 4)
-        ]
-        self.tokens = pages * model.page_tokens
-        self.ranks: list[list[Any]] = [[*side.ranks] for side in (pair.prefill, pair.decode)]
-        for rank in self.ranks[0]:
-            for number, each in enumerate(rank.parts):
-                each.bytes[:] = 55
-                items = self.sides[0][each.of]
-                for index, item in enumerate(items):
-                    each.bytes[item] = rank.content(room, number, index)
-            rank.rooms[1] = room
-        for rank in self.ranks[1]:
-            for each in rank.parts:
-                each.bytes[:] = 77
-
-    def states(self, manager: Any, side: int) -> list[Any]:
-        """As SGLang's scheduler hands them in."""
-        given = self.sides[side]
-        by_type = {
-            StateType.DSA: given["pages"][self.held :],
-            StateType.DSA_TAIL: [given["slots"][0], 1, 1, 0, 0, 3],
-            StateType.BLOCK_SCALE: given["pages"],
-            StateType.BLOCK_SCALE_SWA: given["window"],
-            StateType.SWA: given["window"],
-            StateType.MAMBA: given["slots"],
-        }
-        return [by_type[each] for each in manager.state_types]
-
-    def run(self) -> None:
-        pair, room = self.pair, self.room
-        prefix = self.held * pair.model.page_tokens
-        senders = [pair.sender(each, room, tokens=self.tokens) for each in pair.prefill.managers]
-        receivers = [pair.receiver(each, room, tokens=self.tokens) for each in pair.decode.managers]
-        for receiver in receivers:
-            pages = np.array(self.sides[1]["pages"][self.held :], np.int32)
-            receiver.send_metadata(pages, 1, self.states(receiver.kv_mgr, 1), decode_prefix_len=prefix)
-        wait(lambda: [each.poll() for each in senders], KVPoll.WaitingForInput)
-        for sender in senders:
-            pages = np.array(self.sides[0]["pages"][self.held :], np.int32)
-            assert sender.pop_decode_prefix_len() == prefix
-            sender.init(len(pages), 1)
-            sender.send(pages[:2], None)
-            sender.send(pages[2:], self.states(sender.kv_mgr, 0))
-        wait(lambda: [each.poll() for each in receivers], KVPoll.Success)
-        wait(lambda: [each.poll() for each in senders], KVPoll.Success)
-        for sender in senders:
-            sender.clear()
-        for receiver in receivers:
-            receiver.clear()
-        for rank in self.ranks[1]:
-            for number, each in enumerate(rank.parts):
-                skipped = self.held if each.of == "pages" else 0
-                items = list(self.sides[1][each.of][skipped:])
-                for index, item in enumerate(items):
-                    np.testing.assert_array_equal(each.bytes[item], rank.content(room, number, skipped + index))
-                others = [item for item in range(len(each.bytes)) if item not in items]
-                assert (each.bytes[others] == 77).all()
-
-
-def begin(pair: Pair, make: Any, prefill_tp: int, decode_tp: int, **decode: Any) -> None:
-    for mode, tp, changes in ((PREFILL, prefill_tp, {}), (DECODE, decode_tp, decode)):
-        for tp_rank in range(tp):
-            rank = make(tp=tp, tp_rank=tp_rank, **changes)
-            pair.model = rank.model if mode is PREFILL else pair.model
-            pair.start(mode, rank)
-
-
-SIZES = [(1, 1), (2, 1), (1, 2), (4, 2)]
-
-
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What SGLang's pools ask of the rank that they are on."""
@@ -293,12 +170,7 @@ def test_an_index_in_other_pages_than_its_latents_is_not_exchanged(
 )
 def test_what_cannot_be_cut_alike_is_refused(pair: Pair, make: Any, there: dict[str, int], words: str):
     begin(pair, make, 1, 1, **there)
-    (manager,) = pair.decode.managers
-    pair.sender(pair.prefill.managers[0], 1)
-    receiver = pair.receiver(manager, 1, tokens=16)
-    if receiver.poll() != KVPoll.Failed:
-        receiver.send_metadata(np.array([0], np.int32), 1, [[0]])
-    assert_fails(lambda: [receiver.poll()], [receiver], words)
+    assert_request_fails(pair, words)
 
 
 @pytest.mark.shows("sglang", "StateType.BLOCK_SCALE_SWA")
@@ -306,3 +178,114 @@ def test_what_cannot_be_cut_alike_is_refused(pair: Pair, make: Any, there: dict[
 def test_scales_of_a_window_go_with_it(pair: Pair, prefill_tp: int, decode_tp: int):
     begin(pair, lambda **where: scaled(128, window=True, **where), prefill_tp, decode_tp)
     Crossing(pair, 1, 5).run()
+
+
+def of_4_bits(page: int, *, tp: int, tp_rank: int, method: Any = FP4MXBlock16KVCacheMethod) -> PoolRank:
+    pool = MHATokenToKVPool(
+        (PAGES - 1) * page,
+        page_size=page,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=max(1, HEADS // tp),
+        head_dim=HEAD_DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+        quant_method=method(num_layers=LAYERS, device="cpu", page_size=page),
+    )
+    kv = (*pool.k_buffer, *pool.v_buffer, *pool.k_scale_buffer, *pool.v_scale_buffer)
+    parts = [part(each, PAGES, page, pool.head_num, each[0].nbytes // pool.head_num, heads=1) for each in kv]
+    return PoolRank(Model(heads=HEADS, page_tokens=page, layers=LAYERS), pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.shows("sglang", "MHATokenToKVPool with scales")
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+@pytest.mark.parametrize("method", [FP4MXBlock16KVCacheMethod, NVFP4KVCacheMethod])
+def test_scales_that_sglang_does_not_list_go_with_their_heads(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, path: str, prefill_tp: int, decode_tp: int, method: Any
+):
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    begin(pair, partial(of_4_bits, 16, method=method), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+def windows_of_4_bits(page: int, *, tp: int, tp_rank: int) -> PoolRank:
+    size = (PAGES - 1) * page
+    pool = SWAKVPool(
+        size,
+        size,
+        page_size=page,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=max(1, HEADS // tp),
+        head_dim=HEAD_DIM,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+        swa_attention_layer_ids=[0],
+        full_attention_layer_ids=[1, 2],
+        token_to_kv_pool_class=partial(MHATokenToKVPool, quant_method=FP4MXBlock16KVCacheMethod()),
+    )
+    parts = []
+    for each, of in ((pool.full_kv_pool, "pages"), (pool.swa_kv_pool, "window")):
+        kv = (*each.k_buffer, *each.v_buffer, *each.k_scale_buffer, *each.v_scale_buffer)
+        parts += [part(kind, PAGES, page, each.head_num, -1, heads=1, of=of) for kind in kv]
+    model = Model(heads=HEADS, page_tokens=page, layers=LAYERS, window_tokens=2 * page)
+    return PoolRank(model, pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+def test_scales_of_a_window_that_sglang_does_not_list_go_with_it(pair: Pair, prefill_tp: int, decode_tp: int):
+    begin(pair, partial(windows_of_4_bits, 16), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+def latents_of_4_bits(page: int, *, tp: int, tp_rank: int) -> PoolRank:
+    pool = MLATokenToKVPoolFP4(
+        (PAGES - 1) * page,
+        page,
+        dtype=torch.float4_e2m1fn_x2,
+        kv_lora_rank=32,
+        qk_rope_head_dim=16,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    parts = [part(each, PAGES, page * each[0].nbytes) for each in (*pool.kv_buffer, *pool.kv_scale_buffer)]
+    return PoolRank(Model(heads=None, page_tokens=page, layers=LAYERS), pool, parts, tp=tp, tp_rank=tp_rank)
+
+
+@pytest.mark.shows("sglang", "MLATokenToKVPoolFP4")
+@pytest.mark.parametrize(("prefill_tp", "decode_tp"), SIZES)
+def test_scales_of_latents_go_with_them(pair: Pair, prefill_tp: int, decode_tp: int):
+    begin(pair, partial(latents_of_4_bits, 16), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+@pytest.mark.shows("sglang", "MHATokenToKVPoolFP4")
+def test_a_pool_that_sglang_cannot_list_is_refused():
+    pool = MHATokenToKVPoolFP4(
+        (PAGES - 1) * 16,
+        page_size=16,
+        dtype=torch.float4_e2m1fn_x2,
+        head_num=HEADS,
+        head_dim=HEAD_DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+        enable_alt_stream=False,
+    )
+    with pytest.raises(AttributeError, match="_kv_buffer_descs"):
+        pool.get_contiguous_buf_infos()
+    with pytest.raises(LayoutError, match=r"MHATokenToKVPoolFP4.* SGLang can list it for no backend"):
+        check_pool(pool, "layers of this model")
+
+
+@pytest.mark.parametrize("make", [of_4_bits, latents_of_4_bits])
+def test_scales_of_a_draft_model_are_refused(make: Any):
+    rank = make(16, tp=1, tp_rank=0)
+    with pytest.raises(LayoutError, match="does not list the scales of a draft model's blocks"):
+        check_listed([], rank.pool, rank.pool, None, rank.pool)

@@ -165,7 +165,7 @@ def test_latents_may_be_divided_by_token():
         ({"draft": buffers(1, first=0x90000)}, "a draft model"),
         ({"window": Attention(buffers(2, first=0x90000), heads(2)), "window_tokens": 4}, "sliding windows"),
         ({"scales": Attention(buffers(2, first=0x90000), heads(2))}, "scales of blocks"),
-        ({"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order"),)}, "an index"),
+        ({"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order", "kv"),)}, "an index"),
     ],
 )
 def test_what_sglang_does_not_divide_by_token_is_refused_there(more: dict[str, Any], what: str):

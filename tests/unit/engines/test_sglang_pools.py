@@ -397,11 +397,11 @@ def test_windows_of_latents_are_refused():
         read(args, model_config(1))
 
 
-@pytest.mark.shows("sglang", "MHATokenToKVPool with scales")
-def test_scales_that_would_stay_behind_are_refused():
-    with pytest.raises(LayoutError, match="choose another --kv-cache-dtype") as error:
-        read(plain(1, k_scale_buffer=[object()]), model_config(1))
-    assert_refused("MHATokenToKVPool with scales", error.value)
+@pytest.mark.shows("sglang", "MHATokenToKVPool with native scales")
+def test_scales_in_the_order_of_a_kernel_are_refused():
+    with pytest.raises(LayoutError, match="choose another --attention-backend") as error:
+        read(plain(1, native_k_scale_buffer=[object()]), model_config(1))
+    assert_refused("MHATokenToKVPool with native scales", error.value)
 
 
 def test_recurrent_state_without_a_pool_is_refused():

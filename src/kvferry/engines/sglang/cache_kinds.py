@@ -5,7 +5,8 @@ Nothing here imports SGLang.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from enum import Enum
 from typing import Any
 
@@ -20,46 +21,38 @@ _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 
 _DIVIDED = "tests/real_engines/sglang/test_divided_tokens.py::"
 _COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
+_COMPRESSED = "tests/real_engines/sglang/test_compressed.py::"
+_INDEXED = "tests/real_engines/sglang/test_indexed.py::"
+_LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
-_NO_SCALES = "SGLang keeps scales beside it that it does not list for a transfer"
 _SHARDED = "SGLang itself shards their pages with --disaggregation-transfer-backend mooncake alone"
-_UNIFIED = "all layers share one region: leave --enable-unified-memory away"
+_UNIFIED = "tests/real_engines/sglang/test_unified.py::"
+_FUSED = "SGLang itself can list them for no backend: leave --enable-unified-memory or the draft model away"
+_PAGE_MAJOR = "SGLang itself makes and lists them for no backend: leave --enable-page-major-kv-layout away"
 _SPARSE = "the index of sparse attention is not transferred yet"
 _HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
 _NPU = "only pools of cpu and cuda are"
 _PART = "it is a part of another pool, and never a model's own"
-_COMPRESSED = "layers that are compressed in different ways are not transferred yet"
 
 SCALES = "MHATokenToKVPool with scales"
+NATIVE_SCALES = "MHATokenToKVPool with native scales"
 _LAYOUT = "MHATokenToKVPool with kv_cache_layout"
 
 _REFUSED_POOLS = (
-    ("MHATokenToKVPoolFP4", "keys and values of 4 bits", _NO_SCALES),
-    ("MLATokenToKVPoolFP4", "latents of 4 bits", _NO_SCALES),
     ("NoOpMHATokenToKVPool", "nothing", "there is none: leave --prefill-only-disable-kv-cache away"),
-    ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _UNIFIED),
+    ("PageMajorMHATokenToKVPool", "keys and values, all layers in a page", _PAGE_MAJOR),
     ("PageInterleaveDSATokenToKVPool", "latents and an index, sharded by page", _SHARDED),
-    ("UnifiedMHATokenToKVPool", "keys and values in unified memory", _UNIFIED),
-    ("UnifiedMLATokenToKVPool", "latents in unified memory", _UNIFIED),
-    ("UnifiedSWAKVPool", "windows in unified memory", _UNIFIED),
-    ("UnifiedHybridLinearKVPool", "recurrent state in unified memory", _UNIFIED),
-    ("UnifiedMambaPool", "recurrent state in unified memory", _UNIFIED),
-    ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _UNIFIED),
-    ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _UNIFIED),
-    ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _UNIFIED),
+    ("UnifiedDraftKVPool", "a draft model's cache in unified memory", _FUSED),
+    ("UnifiedDraftSWAKVPool", "a draft model's windows in unified memory", _FUSED),
+    ("UnifiedDraftMambaPool", "a draft model's recurrent state in unified memory", _FUSED),
     (
         "LayerSplitDSATokenToKVPool",
         "latents and an index, layers divided by rank",
         "SGLang itself divides their layers with --disaggregation-transfer-backend mooncake alone: leave "
         "--enable-dsa-cache-layer-split away",
     ),
-    ("QSATokenToKVPool", "recurrent state and the index of QSA", _SPARSE),
-    ("MiniMaxSparseKVPool", "MiniMax's sparse attention", _SPARSE),
-    ("MiniMaxM3Nvfp4KVPool", "MiniMax's sparse attention of 4 bits", _SPARSE),
-    ("MiniMaxM3Nvfp4MainKVPool", "MiniMax's keys and values of 4 bits", _PART),
     ("MiniMaxM3Nvfp4IndexKPool", "MiniMax's index of 4 bits", _PART),
     ("MHATokenToKOnlyPool", "the keys of an index", _PART),
-    ("DeepSeekV4TokenToKVPool", "DeepSeek V4's latents at several compressions", _COMPRESSED),
     ("DeepSeekV4SingleKVPool", "DeepSeek V4's latents at one compression", _PART),
     ("DeepSeekV4UniformFP8KVPool", "DeepSeek V4's latents of 8 bits", _PART),
     ("DeepSeekV4IndexerPool", "DeepSeek V4's index", _PART),
@@ -73,15 +66,6 @@ _REFUSED_POOLS = (
     ("DSV4NPUTokenToKVPool", "DeepSeek V4 on an NPU", _NPU),
     ("NPUDeepSeekV4SingleKVPool", "DeepSeek V4's latents on an NPU", _NPU),
     ("NPUDeepSeekV4IndexerPool", "DeepSeek V4's index on an NPU", _NPU),
-)
-_REFUSED_STATES = (
-    ("QSA_PENDING", "what QSA has not compressed yet", _SPARSE),
-    ("QSA_COMPRESSED", "the compressed index of QSA", _SPARSE),
-    ("MINIMAX_INDEX_K", "MiniMax's index", _SPARSE),
-    ("MINIMAX_DENSE_KV", "MiniMax's layers with full attention", _SPARSE),
-    ("SWA_RING", "DeepSeek V4's windows, in a ring", "rows of a ring are not transferred yet"),
-    ("DSV4_REQUEST_STATE", "the state of DeepSeek V4's compression", _COMPRESSED),
-    ("REQUEST_ROW", "where a window of DeepSeek V4's draft begins", _COMPRESSED),
 )
 
 KINDS = CacheKinds(
@@ -181,10 +165,142 @@ KINDS = CacheKinds(
             transfer="one ring a request",
         ),
         CacheKind(
+            "DeepSeekV4TokenToKVPool",
+            "DeepSeek V4's latents at several compressions, their index and windows",
+            _LATENTS,
+            transfer="once, from ranks that take turns: every rank has the same; in pages of one size on both sides",
+        ),
+        CacheKind(
+            "StateType.DSV4_REQUEST_STATE",
+            "what DeepSeek V4 has not compressed yet of a request",
+            _LATENTS,
+            transfer="one place a request, and none where nothing is left to be compressed",
+        ),
+        CacheKind(
+            "StateType.SWA_RING",
+            "DeepSeek V4's windows in a ring of the request, and what is not compressed yet in others",
+            f"{_COMPRESSED}test_windows_in_rings_arrive_in_the_requests_own",
+            transfer="all rings of the request, of one length on both sides",
+        ),
+        CacheKind(
+            "StateType.REQUEST_ROW",
+            "where a window of DeepSeek V4's draft begins",
+            f"{_COMPRESSED}test_a_drafts_windows_go_with_the_models",
+            transfer="one place a request",
+        ),
+        *(
+            CacheKind(name, meaning, f"{_INDEXED}{test}", transfer=transfer)
+            for name, meaning, test, transfer in (
+                (
+                    "MiniMaxSparseKVPool",
+                    "keys and values of MiniMax's layers with sparse attention, and of others",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "as MHATokenToKVPool, the index in the same pages",
+                ),
+                (
+                    "StateType.MINIMAX_INDEX_K",
+                    "the keys of MiniMax's index",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "with the pages of keys and values; once, since every rank has the same",
+                ),
+                (
+                    "StateType.MINIMAX_DENSE_KV",
+                    "keys and values of MiniMax's layers without sparse attention",
+                    "test_an_index_of_keys_goes_with_keys_and_values",
+                    "with the pages and heads of the others",
+                ),
+                (
+                    "QSATokenToKVPool",
+                    "keys and values with the index of QSA, beside recurrent state",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "as HybridLinearKVPool, the index in the same pages, of one size on both sides",
+                ),
+                (
+                    "StateType.QSA_PENDING",
+                    "what QSA's index has not pooled yet",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "one ring a request",
+                ),
+                (
+                    "StateType.QSA_COMPRESSED",
+                    "the pooled keys of QSA's index",
+                    "test_a_pooled_index_goes_with_keys_and_values",
+                    "with the pages of keys and values; once, since every rank has the same",
+                ),
+                (
+                    "MiniMaxM3Nvfp4KVPool",
+                    "MiniMax's sparse attention of 4 bits",
+                    "test_rows_of_4_bits_are_cut_by_heads",
+                    "any tensor-parallel size to any other, the scales with their heads, in pages of one size",
+                ),
+                (
+                    "MiniMaxM3Nvfp4MainKVPool",
+                    "MiniMax's keys and values of 4 bits",
+                    "test_rows_of_4_bits_are_cut_by_heads",
+                    "as a part of MiniMaxM3Nvfp4KVPool",
+                ),
+            )
+        ),
+        *(
+            CacheKind(name, meaning, f"{_UNIFIED}{test}", transfer=transfer)
+            for name, meaning, test, transfer in (
+                (
+                    "UnifiedMHATokenToKVPool",
+                    "keys and values in unified memory",
+                    "test_windows_in_unified_memory_arrive_with_the_rest",
+                    "as MHATokenToKVPool, layer by layer, also to a side without unified memory",
+                ),
+                (
+                    "UnifiedSWAKVPool",
+                    "full attention and windows in unified memory",
+                    "test_windows_in_unified_memory_arrive_with_the_rest",
+                    "as SWAKVPool",
+                ),
+                (
+                    "UnifiedMLATokenToKVPool",
+                    "latents in unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "as MLATokenToKVPool",
+                ),
+                (
+                    "UnifiedHybridLinearKVPool",
+                    "full attention or latents, beside recurrent state, in unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "each as if it were alone",
+                ),
+                (
+                    "UnifiedMambaPool",
+                    "recurrent state of all layers in a slot of unified memory",
+                    "test_recurrent_state_in_unified_memory_arrives",
+                    "between as many tensor-parallel ranks, with unified memory on both sides",
+                ),
+            )
+        ),
+        CacheKind(
             SCALES,
             "keys and values of 4 bits, and scales",
-            f"{_POOLS}test_scales_that_would_stay_behind_are_refused",
-            refusal=f"{_NO_SCALES}: choose another --kv-cache-dtype",
+            f"{_COMPANIONS}test_scales_that_sglang_does_not_list_go_with_their_heads",
+            transfer="as MHATokenToKVPool, the scales with their heads: they are read from the pool, since SGLang does "
+            "not list them",
+        ),
+        CacheKind(
+            "MLATokenToKVPoolFP4",
+            "latents of 4 bits, and scales",
+            f"{_COMPANIONS}test_scales_of_latents_go_with_them",
+            transfer="as MLATokenToKVPool, with the scales, which are read from the pool",
+        ),
+        CacheKind(
+            NATIVE_SCALES,
+            "keys and values of 4 bits, and scales in the order of a kernel",
+            f"{_POOLS}test_scales_in_the_order_of_a_kernel_are_refused",
+            refusal="SGLang itself refuses them with disaggregation, whatever the backend: choose another "
+            "--attention-backend than trtllm_mha",
+        ),
+        CacheKind(
+            "MHATokenToKVPoolFP4",
+            "keys and values of 4 bits",
+            f"{_COMPANIONS}test_a_pool_that_sglang_cannot_list_is_refused",
+            refusal="SGLang can list it for no backend, and makes none: 4 bits are in a MHATokenToKVPool",
         ),
         *(
             CacheKind(
@@ -194,23 +310,18 @@ KINDS = CacheKinds(
                 refusal=refusal,
             )
             for name, meaning, refusal in (
-                ("hnd", "keys and values, heads before tokens", "SGLang does not list such pools for a transfer"),
-                ("page_major", "keys and values, all layers in a page", _UNIFIED),
-                ("page_major_layer_major", "keys and values, all layers in a page", _UNIFIED),
+                (
+                    "hnd",
+                    "keys and values, heads before tokens",
+                    "SGLang itself does not list them for any backend: leave SGLANG_USE_HND_KVCACHE away",
+                ),
+                ("page_major", "keys and values, all layers in a page", _PAGE_MAJOR),
+                ("page_major_layer_major", "keys and values, all layers in a page", _PAGE_MAJOR),
             )
         ),
         *(
             CacheKind(name, meaning, f"{_POOLS}test_a_pool_that_is_not_transferred_is_refused", refusal=refusal)
             for name, meaning, refusal in _REFUSED_POOLS
-        ),
-        *(
-            CacheKind(
-                f"StateType.{name}",
-                meaning,
-                f"{_POOLS}test_state_that_is_not_transferred_is_refused",
-                refusal=refusal,
-            )
-            for name, meaning, refusal in _REFUSED_STATES
         ),
     ),
 )
@@ -239,21 +350,20 @@ def check_order(pool: Any, layers: str) -> None:
         layers: those that it is for, in words.
 
     Raises:
-        LayoutError: naming the order within its pages, or its scales, and why.
+        LayoutError: naming the order within its pages, or of its scales, and why.
     """
     if pool.kv_cache_layout != "nhd":
         KINDS.transferred(f"{_LAYOUT} {pool.kv_cache_layout}", where=layers)
-    if type(pool).__name__ == "MHATokenToKVPoolMXFP8":
-        return
-    if any(getattr(pool, each, None) is not None for each in ("k_scale_buffer", "native_k_scale_buffer")):
-        KINDS.transferred(SCALES, where=layers)
+    if getattr(pool, "native_k_scale_buffer", None) is not None:
+        KINDS.transferred(NATIVE_SCALES, where=layers)
 
 
-def check_states(states: Sequence[Enum]) -> None:
+def check_states(states: Sequence[Enum], *, twice: Collection[str] = ()) -> None:
     """Refuses what SGLang would transfer beside keys and values, and kvferry does not.
 
     Args:
         states: members of its StateType, or of another enum of such.
+        twice: the names of those that there may be two of.
 
     Raises:
         LayoutError: naming the first, and why; or if there are several of one kind.
@@ -261,5 +371,6 @@ def check_states(states: Sequence[Enum]) -> None:
     names = [f"{type(each).__name__}.{each.name}" for each in states]
     for name in names:
         KINDS.transferred(name, where="layers of this model")
-    if len(set(names)) != len(names):
+    counts = Counter(each.name for each in states)
+    if any(count > (2 if name in twice else 1) for name, count in counts.items()):
         raise LayoutError(f"layers of this model keep several states of one kind: {', '.join(names)}")

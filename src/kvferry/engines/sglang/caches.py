@@ -82,14 +82,19 @@ class Attention:
     Attributes:
         heads: of keys and values; None for latents.
         pages: how many the pool has, for a pipeline stage that has none of these layers.
+        part_bytes: of an item, how many are keys, and how many values, or how many are latents; None if all are.
     """
 
     buffers: Buffers
     heads: Heads | None
     pages: int = 1
+    part_bytes: tuple[int, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.buffers)
+
+
+NOTHING = Attention(Buffers((), (), ()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +107,9 @@ class Uncut:
         count: how many layers this rank has.
         buffers: theirs.
         packing: the name of the order within a page; None where an item is a request's.
+        group: what items are numbered by.
         is_drafts: whether the layers are a draft model's.
+        rows: how many places a ring has, where items are rings; 1 where they are not.
     """
 
     name: str
@@ -110,7 +117,9 @@ class Uncut:
     count: int
     buffers: Buffers
     packing: str | None
+    group: str
     is_drafts: bool = False
+    rows: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +182,9 @@ class Caches:
         state: recurrent state.
         scales: of blocks of keys and values, in pages with the numbers of theirs.
         window_scales: of blocks of the window's.
-        uncut: what every rank has whole, in pages with the numbers of `kv`, or in slots of requests.
+        dense: keys and values of layers that SGLang lists apart, in pages with the numbers of `kv`.
+        index: keys of an index of sparse attention, in pages with the numbers of `kv`.
+        uncut: what every rank has whole, in pages with the numbers of `kv` or of the window, or in slots of requests.
         first_layer: the number of the first layer on this rank, of those that `kv` has.
         layers: how many of these the whole model has; None if all are on this rank.
         window_stage: which layers with windows the rank has.
@@ -190,6 +201,8 @@ class Caches:
     state: tuple[StateBuffer, ...] = ()
     scales: Attention | None = None
     window_scales: Attention | None = None
+    dense: Attention | None = None
+    index: Attention | None = None
     uncut: tuple[Uncut, ...] = ()
     first_layer: int = 0
     layers: int | None = None

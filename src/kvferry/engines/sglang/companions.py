@@ -13,18 +13,23 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.sglang.caches import Buffers, Heads, Uncut
+from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Uncut
+from kvferry.engines.sglang.layouts import KV_GROUP, PENDING_GROUP, TAIL_GROUP
 from kvferry.errors import LayoutError
 
-_SPARSE, _SCALED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8"
+_SPARSE, _SCALED, _POOLED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8", "QSATokenToKVPool"
+
+_LISTED_IN_PARTS = ("MiniMaxSparseKVPool", "MiniMaxM3Nvfp4KVPool")
+"""Pools of which SGLang lists keys and values alone where they are a draft model's."""
 
 
-def check_listed(states: Sequence[Enum], main: Any, windowed: Any, draft: Any) -> None:
+def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, draft: Any) -> None:
     """Refuses pools of which SGLang does not list all that it keeps: what is not sent, the other side would lack.
 
     Args:
         states: what it lists beside keys and values.
-        main: the pool of full attention, or of latents.
+        target: the model's pool.
+        main: what it has of full attention, or of latents.
         windowed: that of windows; None if there is none.
         draft: a draft model's; None if there is none.
 
@@ -38,14 +43,23 @@ def check_listed(states: Sequence[Enum], main: Any, windowed: Any, draft: Any) -
         "dsa_tail": is_sparse and main.kpool_use_compress,
         "block_scale": type(main).__name__ == _SCALED,
         "block_scale_swa": type(windowed).__name__ == _SCALED,
+        "qsa_pending": type(target).__name__ == _POOLED,
+        "qsa_compressed": type(target).__name__ == _POOLED,
+        "minimax_index_k": getattr(target, "index_k_pool", None) is not None,
+        "minimax_dense_kv": bool(getattr(target, "_dense_layer_ids", None)),
     }
     if missing := [name for name, is_wanted in wanted.items() if is_wanted and name not in listed]:
         raise LayoutError(
             f"SGLang keeps a {type(main).__name__} for layers of this model, and does not list its {missing} for a "
             "transfer: the other side would compute without it. Choose another --kv-cache-dtype or model"
         )
+    if type(draft).__name__ in _LISTED_IN_PARTS:
+        raise LayoutError(
+            f"SGLang does not list the index of a draft model in a {type(draft).__name__} for a transfer: leave the "
+            "draft model away"
+        )
     inner = getattr(draft, "full_kv_pool", draft)
-    if type(inner).__name__ == _SCALED:
+    if type(inner).__name__ in (_SCALED, "MLATokenToKVPoolFP4") or getattr(inner, "k_scale_buffer", None) is not None:
         raise LayoutError(
             "SGLang does not list the scales of a draft model's blocks for a transfer: choose another --kv-cache-dtype "
             "for the draft model, or none"
@@ -102,6 +116,50 @@ def tails_of(main: Any, draft: Any, addresses: list[int], lengths: list[int], it
     ]
 
 
+def pending_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
+    """Returns what QSA's index has of a request's last tokens, which are no whole pool yet: keys, and positions.
+
+    A request has a ring of them, as long as a pool, in which every token's place follows from its position.
+
+    Args:
+        target: the model's QSATokenToKVPool.
+        draft: a draft model's pool; None if there is none.
+        given: the buffers, as SGLang lists them: a pool's keys, then its positions.
+
+    Raises:
+        LayoutError: if there are not as many as layers.
+    """
+    uncut = []
+    for pool, prefix, begin in _pooled(target, draft, given, positions=1):
+        layers = len(pool.qsa_key_state_buffer_pool)
+        keys, positions = given[begin : begin + layers], given[begin + layers : begin + layers + 1]
+        for what, count, buffers in (("keys", layers, keys), ("positions", 1, positions)):
+            name = f"{prefix}pending index {what}"
+            uncut.append(Uncut(name, tuple(range(count)), count, buffers, None, PENDING_GROUP, bool(prefix)))
+    return uncut
+
+
+def pooled_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
+    """Returns the pooled keys of QSA's index, by layer, in the pages of the tokens that they are pooled from.
+
+    Args:
+        target: as for `pending_keys_of`.
+        draft: as for `pending_keys_of`.
+        given: the buffers, as SGLang lists them.
+
+    Raises:
+        LayoutError: as for `pending_keys_of`.
+    """
+    uncut = []
+    for pool, prefix, begin in _pooled(target, draft, given, positions=0):
+        layers = len(pool.qsa_key_state_buffer_pool)
+        dtype = str(pool.qsa_compressed_dtype).removeprefix("torch.")
+        packing = f"SGLang's QSA keys of {pool.page_size} tokens, pooled by {pool.qsa_compress_ratio}, {dtype}"
+        part = given[begin : begin + layers]
+        uncut.append(Uncut(f"{prefix}index", tuple(range(layers)), layers, part, packing, KV_GROUP, bool(prefix)))
+    return uncut
+
+
 def scales_of(pool: Any, heads: Heads | None) -> Heads:
     """Returns what the scales of blocks are: bytes of a head and token, one for each block of its key and value.
 
@@ -113,6 +171,49 @@ def scales_of(pool: Any, heads: Heads | None) -> Heads:
     block = pool.MXFP8_SCALE_BLOCK_SIZE
     packing = "SGLang's MXFP8_INTERLEAVED" if pool.mxfp8_sf_interleaved else None
     return replace(heads, key_bytes=pool.head_dim // block, value_bytes=pool.v_head_dim // block, packing=packing)
+
+
+def own_scales_of(pool: Any, heads: Heads | None) -> Attention | None:
+    """Returns the scales of blocks of 4 bits, which SGLang does not list; None if a pool has no such scales.
+
+    They lie in pages with the numbers of keys and values, tokens first. A pool keeps them as long as these.
+
+    Args:
+        pool: of keys and values, or of latents.
+        heads: its own; None for latents.
+    """
+    if type(pool).__name__ == "MLATokenToKVPoolFP4":
+        return Attention(_of_tokens(pool.kv_scale_buffer, pool.page_size), None)
+    keys = getattr(pool, "k_scale_buffer", None)
+    if heads is None or keys is None or type(pool).__name__ != "MHATokenToKVPool":
+        return None
+    of_head = keys[0][0].nbytes // pool.head_num
+    of_scales = replace(heads, key_bytes=of_head, value_bytes=pool.v_scale_buffer[0][0].nbytes // pool.head_num)
+    return Attention(_of_tokens([*keys, *pool.v_scale_buffer], pool.page_size), of_scales)
+
+
+def _of_tokens(tensors: Sequence[Any], page_tokens: int) -> Buffers:
+    """Returns tensors of tokens as SGLang lists such that it transfers."""
+    return Buffers(
+        tuple(each.data_ptr() for each in tensors),
+        tuple(each.nbytes for each in tensors),
+        tuple(each[0].nbytes * page_tokens for each in tensors),
+    )
+
+
+def _pooled(target: Any, draft: Any, given: Buffers, *, positions: int) -> list[tuple[Any, str, int]]:
+    """Returns the pools that are listed, what their components' names begin with, and where each begins in the list."""
+    listed = []
+    begin = 0
+    for pool, prefix in ((target, ""), (draft, "draft ")):
+        if type(pool).__name__ == _POOLED:
+            listed.append((pool, prefix, begin))
+            begin += len(pool.qsa_key_state_buffer_pool) + positions
+    if begin != len(given):
+        raise LayoutError(
+            f"SGLang lists {len(given)} buffers of QSA's index, and its pools have {begin}. Leave the draft model away"
+        )
+    return listed
 
 
 def _order(pool: Any) -> str:
@@ -157,4 +258,5 @@ def _uncut(
         tuple(lengths[first + layer] for layer in layers),
         tuple(items[first + layer] for layer in layers),
     )
-    return Uncut(name, layers, pool.layer_num, buffers, packing, of_draft)
+    group = TAIL_GROUP if packing is None else KV_GROUP
+    return Uncut(name, layers, pool.layer_num, buffers, packing, group, of_draft)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
+from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
@@ -380,4 +381,7 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
 _SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
 
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
-SERVING = (Contract("SGLang", ("0.5.22",), tuple(_in_0_5_22(_SERVING))), Contract("SGLang", ("0.5.23",), _SERVING))
+SERVING = (
+    Contract("SGLang", ("0.5.22",), tuple(_in_0_5_22(_SERVING))),
+    Contract("SGLang", ("0.5.23",), (*_SERVING, *INDEXED)),
+)

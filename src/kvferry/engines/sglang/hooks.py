@@ -35,6 +35,15 @@ class Hook:
     kind: str
 
     @property
+    def has_target(self) -> bool:
+        """Whether this SGLang has what it changes."""
+        try:
+            pkgutil.resolve_name(self.target)
+        except (ImportError, AttributeError):
+            return False
+        return True
+
+    @property
     def is_in_effect(self) -> bool:
         """Whether SGLang has applied it, and nobody has taken it away since."""
         try:

@@ -20,6 +20,13 @@ KV_GROUP = "kv"
 WINDOW_GROUP = "window"
 STATE_GROUP = "state"
 TAIL_GROUP = "index tail"
+RING_GROUP = "window ring"
+PENDING_GROUP = "pending index"
+COMPRESSION_GROUP = "pending compression"
+ROW_GROUP = "request row"
+
+_IN_STAGES = (KV_GROUP, TAIL_GROUP)
+"""Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
 SHARE = "tensor-parallel share"
 """The axis of what is not cut: as long as there are tensor-parallel ranks, each of which holds the index of its own."""
@@ -34,11 +41,22 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     """
     place = placed(where)
     _check_tokens(caches, place)
-    if not len(caches.kv) and caches.layers is None:
+    unstaged = caches.dense, caches.index, *(each for each in caches.uncut if each.group not in _IN_STAGES)
+    if place.pp_size > 1 and any(each is not None for each in unstaged):
+        raise LayoutError(
+            "with pipeline stages DeepSeek V4, and sparse attention other than DeepSeek V3.2's, cannot be described: "
+            "they need --pp-size 1"
+        )
+    has_attention = bool(len(caches.kv)) or caches.layers is not None
+    if not has_attention and not any(each.group == KV_GROUP for each in caches.uncut):
         raise LayoutError("this model has no layer with full attention, and kvferry sends requests by their pages")
     pools = _Pools(caches, place, device)
     stage = Stage(caches.first_layer, caches.layers)
-    shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)]
+    shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)] if has_attention else []
+    if caches.dense is not None:
+        shards += pools.attention("dense ", caches.dense, stage, group=KV_GROUP)
+    if caches.index is not None:
+        shards += pools.attention("", caches.index, stage, group=KV_GROUP, whole="index of keys")
     if len(caches.draft):
         shards += pools.draft(caches.draft)
     if caches.window is not None:
@@ -69,7 +87,8 @@ def _check_tokens(caches: Caches, place: Placement) -> None:
         "a draft model": len(caches.draft),
         "sliding windows": caches.window is not None,
         "scales of blocks": caches.scales is not None or caches.window_scales is not None,
-        "an index of sparse attention": caches.uncut,
+        "an index of sparse attention": caches.uncut or caches.index is not None,
+        "layers that SGLang lists apart": caches.dense is not None,
     }
     if found := [name for name, is_there in whole.items() if is_there]:
         raise LayoutError(
@@ -85,19 +104,37 @@ class _Pools:
         self._caches = caches
         self._place = place
         self._device = device
-        alike = [caches.kv, caches.scales] if caches.scales is not None else [caches.kv]
-        paged = [each.buffers for each in alike] + [each.buffers for each in caches.uncut if each.packing is not None]
         # Pools that share page numbers may be rounded up to more pages than another one has.
-        counts = [_pages(each) for each in (*paged, caches.draft) if len(each)]
-        self._kv_pages = min(counts, default=caches.kv.pages)
+        alike = {
+            KV_GROUP: [caches.kv, caches.dense, caches.index, caches.scales],
+            WINDOW_GROUP: [caches.window, caches.window_scales],
+        }
+        counts: dict[str, list[int]] = {KV_GROUP: [_pages(caches.draft)]} if len(caches.draft) else {}
+        for group, pools in alike.items():
+            counts.setdefault(group, []).extend(
+                _pages(each.buffers) for each in pools if each is not None and len(each)
+            )
+        for each in caches.uncut:
+            counts.setdefault(each.group, []).append(_pages(each.buffers))
+        self._counts = {group: min(pages) for group, pages in counts.items() if pages}
 
     def attention(
-        self, prefix: str, pool: Attention, stage: Stage, *, group: str, window_tokens: int | None = None
+        self,
+        prefix: str,
+        pool: Attention,
+        stage: Stage,
+        *,
+        group: str,
+        window_tokens: int | None = None,
+        whole: str = "latent",
     ) -> Iterator[Shard]:
-        """Yields the shards of keys and values, or of latents."""
-        for name, part, head_bytes in _keys_and_values(pool):
+        """Yields the shards of keys and values, or of latents, or of what else is `whole` on every rank."""
+        for kind, (name, part, head_bytes) in enumerate(_keys_and_values(pool, whole)):
+            part_bytes = None if pool.part_bytes is None else pool.part_bytes[kind]
             heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
-            row_bytes = self._row_bytes(part, name) if len(part) else heads.held * head_bytes if heads else 0
+            row_bytes = heads.held * head_bytes if heads else 0
+            if len(part):
+                row_bytes = self._row_bytes(part, name, part_bytes)
             if not row_bytes:
                 raise LayoutError(
                     f"no layer of this pipeline stage has {prefix}{name}, and nothing says how long it is elsewhere: "
@@ -119,7 +156,7 @@ class _Pools:
                 packing=packing,
                 window_tokens=window_tokens,
             )
-            pages = self._kv_pages if group == KV_GROUP else _pages(part) if len(part) else pool.pages
+            pages = self._counts.get(group, pool.pages)
             yield self._paged(component, (layers[1], held), part, page, group, pages)
 
     def draft(self, buffers: Buffers) -> Iterator[Shard]:
@@ -146,7 +183,7 @@ class _Pools:
                     packing=packing,
                     is_optional=True,
                 )
-                yield self._paged(component, (Interval(0, 1), held), layer, page, KV_GROUP, self._kv_pages)
+                yield self._paged(component, (Interval(0, 1), held), layer, page, KV_GROUP, self._counts[KV_GROUP])
                 number += 1
 
     def uncut(self, given: Uncut) -> Iterator[Shard]:
@@ -157,17 +194,22 @@ class _Pools:
         (item_bytes,) = sizes
         stage = Stage() if given.is_drafts else Stage(self._caches.first_layer, self._caches.layers)
         total, mine = _layers(given.count, stage)
+        if item_bytes % given.rows:
+            raise LayoutError(f"{given.name}: {item_bytes} bytes are not a ring of {given.rows} places")
+        places = (Axis("place in the ring", given.rows),) if given.rows > 1 else ()
+        inner = (*places, Axis("byte", item_bytes // given.rows))
         component = Component(
             name=given.name,
-            axes=(Axis("layer", total), Axis("byte", item_bytes)),
+            axes=(Axis("layer", total), *inner),
             dtype="uint8",
             entry=Entry.REQUEST if given.packing is None else Entry.PAGE,
             packing=given.packing,
+            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else None,
             is_optional=given.is_drafts,
         )
         paging = Paging(
             page_tokens=1 if given.packing is None else self._caches.page_tokens,
-            num_pages=_pages(given.buffers) if given.packing is None else self._kv_pages,
+            num_pages=self._counts[given.group],
             page_stride=item_bytes,
             token_stride=0,
         )
@@ -175,12 +217,12 @@ class _Pools:
             first = mine.start + given.layers[start]
             yield Shard(
                 component=component,
-                box=(Interval(first, first + stop - start), Interval(0, item_bytes)),
+                box=(Interval(first, first + stop - start), *(Interval(0, axis.size) for axis in inner)),
                 addresses=given.buffers.addresses[start:stop],
-                strides=(1,),
+                strides=(inner[-1].size, 1)[-len(inner) :],
                 paging=paging,
                 device=self._device,
-                group=TAIL_GROUP if given.packing is None else KV_GROUP,
+                group=given.group,
             )
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
@@ -260,16 +302,17 @@ class _Pools:
         for start, block, mine in zip(starts, state.blocks, held, strict=False):
             yield start, Axis("channel", block.channels), mine, row_bytes // state.channels
 
-    def _row_bytes(self, buffers: Buffers, name: str) -> int:
+    def _row_bytes(self, buffers: Buffers, name: str, part_bytes: int | None = None) -> int:
         """Returns the bytes of one token in one layer."""
         tokens = self._caches.page_tokens
         sizes = set(buffers.item_bytes)
-        if len(sizes) != 1 or buffers.item_bytes[0] % tokens:
+        item_bytes = buffers.item_bytes[0] if part_bytes is None else part_bytes
+        if len(sizes) != 1 or item_bytes % tokens:
             raise LayoutError(
                 f"{name}: pages of {tokens} tokens have {sorted(sizes)} bytes: they must have as many in every layer, "
                 "and each token must have as many"
             )
-        return buffers.item_bytes[0] // tokens
+        return item_bytes // tokens
 
     def _paged(
         self,
@@ -320,10 +363,10 @@ class _Page:
         return Axis("byte", self.index_bytes if self.packing is None else self.index_bytes * self.tokens)
 
 
-def _keys_and_values(pool: Attention) -> Iterator[tuple[str, Buffers, int]]:
+def _keys_and_values(pool: Attention, whole: str = "latent") -> Iterator[tuple[str, Buffers, int]]:
     """Yields what a pool has of each kind, and the bytes of one head and token."""
     if pool.heads is None:
-        yield "latent", pool.buffers, 0
+        yield whole, pool.buffers, 0
         return
     half, odd = divmod(len(pool), 2)
     if odd:

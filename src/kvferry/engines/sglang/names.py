@@ -13,6 +13,9 @@ DECODE_MANAGER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager
 CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 
+MOVE_GATE = f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate"
+UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfer_backends"
+
 
 def where(target: str) -> str:
     """Returns the name of a hook's target as the contract has it: with a colon behind its module."""

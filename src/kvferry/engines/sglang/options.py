@@ -71,7 +71,6 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         "--enable-hisparse (keys and values in host memory, and their index on the device under other numbers)": (
             get_memory().enable_hisparse
         ),
-        "--enable-unified-memory": get_memory().enable_unified_memory,
         f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
         "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
         **refused(

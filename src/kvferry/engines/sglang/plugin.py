@@ -24,11 +24,14 @@ from kvferry.engines.sglang.names import (
     CREATE_SENDER,
     DECODE_MANAGER,
     KV_CLASS,
+    MOVE_GATE,
     PREFILL_MANAGER,
     STATE_ARGS,
     TRANSFER_QUEUE,
+    UNIFIED_BACKENDS,
 )
 from kvferry.engines.sglang.settings import PluginSettings
+from kvferry.engines.sglang.unified import may_move
 
 log = logging.getLogger(__name__)
 
@@ -95,6 +98,17 @@ def _register() -> None:
 
         return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
 
+    def allow_unified_memory(original: Callable[..., set[str]], server_args: Any) -> set[str]:
+        return original(server_args) | ours
+
+    def keep_in_place(original: Callable[..., Any], scheduler: Any) -> Any:
+        from sglang.srt.runtime_context import get_disagg
+
+        gate = original(scheduler)
+        return may_move(gate, scheduler) if get_disagg().disaggregation_transfer_backend in ours else gate
+
+    # 0.5.22 may not have them: then it has no unified memory with disaggregation.
+    unified = (Hook(UNIFIED_BACKENDS, allow_unified_memory, "AROUND"), Hook(MOVE_GATE, keep_in_place, "AROUND"))
     around_a_request = around_requests(digests_inputs)
     added = (
         Hook(BACKENDS, backends, "REPLACE"),
@@ -105,6 +119,7 @@ def _register() -> None:
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
+        *(unified if all(hook.has_target for hook in unified) else ()),
     )
     for hook in added:
         HookRegistry.register(hook.target, hook.change, HookType[hook.kind])

@@ -10,16 +10,27 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry import RankCoordinates
+from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
 from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
-from kvferry.engines.sglang.companions import check_listed, index_of, scales_of, tails_of
+from kvferry.engines.sglang.companions import (
+    check_listed,
+    index_of,
+    own_scales_of,
+    pending_keys_of,
+    pooled_keys_of,
+    scales_of,
+    tails_of,
+)
 from kvferry.engines.sglang.heads import total_of
+from kvferry.engines.sglang.minimax import heads_of_rows, index_of_rows, is_of_rows, parts_of_rows
 from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.engines.sglang.stages import stages_of
+from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
 from kvferry.errors import LayoutError, UsageError
 
 log = logging.getLogger(__name__)
@@ -28,8 +39,19 @@ _FULL = "layers with full attention"
 _WINDOWS = "layers with sliding windows"
 _DRAFTS = "layers of the draft model"
 
-_HEADS = ("MHATokenToKVPool", "MHATokenToKVPoolMXFP8", "PageInterleaveMHATokenToKVPool")
-_LATENTS = ("MLATokenToKVPool", "DSATokenToKVPool", "PageInterleaveMLATokenToKVPool")
+_HEADS = (
+    "MHATokenToKVPool",
+    "MHATokenToKVPoolMXFP8",
+    "PageInterleaveMHATokenToKVPool",
+    "UnifiedMHATokenToKVPool",
+)
+_LATENTS = (
+    "MLATokenToKVPool",
+    "MLATokenToKVPoolFP4",
+    "DSATokenToKVPool",
+    "PageInterleaveMLATokenToKVPool",
+    "UnifiedMLATokenToKVPool",
+)
 
 _GROUPS = {
     "NemotronHConfig": "n_groups",
@@ -38,6 +60,12 @@ _GROUPS = {
     "Mamba2Config": "n_groups",
 }
 """Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
+
+_INNER = ("full_kv_pool", "main_pool")
+"""Where pools that are made of others have the pool of layers with full attention."""
+
+_TWICE = {compressed.POOL: ("SWA", "SWA_RING")}
+"""States that SGLang lists twice beside pools of a class: the model's, and then its draft model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,17 +163,30 @@ def caches_of(
             "plug-in. Is it loaded (SGLANG_PLUGINS), and of a version for this SGLang?"
         )
     place = placed(place)
-    check_states(args.state_types)
     name = check_pool(pools.target, "layers of this model")
-    main = pools.target.full_kv_pool if hasattr(pools.target, "full_kv_pool") else pools.target
-    windowed = pools.target.swa_kv_pool if name == "SWAKVPool" else None
+    check_states(args.state_types, twice=_TWICE.get(name, ()))
+    if name == compressed.POOL:
+        return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens)
+    main = next((inner for each in _INNER if (inner := getattr(pools.target, each, None)) is not None), pools.target)
+    windowed = pools.target.swa_kv_pool if name in ("SWAKVPool", "UnifiedSWAKVPool") else None
     claims = _claimed_heads(model, totals, main, windowed)
     drafts = getattr(args, "num_draft_entries", 0)
     kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
-    check_listed(args.state_types, main, windowed, pools.draft)
+    check_listed(args.state_types, pools.target, main, windowed, pools.draft)
+    if is_unified(main) and pools.draft is not None:
+        raise LayoutError(
+            "SGLang numbers a draft model's pages otherwise than the model's in unified memory, and hands in no such "
+            "numbers: leave --enable-unified-memory or the draft model away"
+        )
+    full = _attention(main, kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL))
     window: Attention | None = None
     scales: dict[str, Attention] = {}
     uncut: list[Uncut] = []
+    apart: dict[str, Attention] = {}
+    if is_of_rows(main) and full.heads is not None:
+        full, scales["block_scale"] = parts_of_rows(main, full.buffers, full.heads)
+    elif (own := own_scales_of(main, full.heads)) is not None:
+        scales["block_scale"] = own
     state: tuple[StateBuffer, ...] = ()
     for number, kind in enumerate(args.state_types):
         if kind.value in ("dsa", "dsa_tail"):
@@ -159,18 +200,28 @@ def caches_of(
             tuple(args.state_item_lens[number]),
         )
         if kind.value == "swa":
-            window = Attention(given, _heads_of(windowed, claims[1], place, _WINDOWS), _pages_of(windowed))
+            window = _attention(windowed, given, _heads_of(windowed, claims[1], place, _WINDOWS))
+            if (own := own_scales_of(windowed, window.heads)) is not None:
+                scales["block_scale_swa"] = own
             if pools.window_tokens is None:
                 raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
         elif kind.value in ("block_scale", "block_scale_swa"):
             of_window = kind.value == "block_scale_swa"
             pool, claimed, which = (windowed, claims[1], _WINDOWS) if of_window else (main, claims[0], _FULL)
             scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
+        elif kind.value in ("qsa_pending", "qsa_compressed"):
+            read_keys = pending_keys_of if kind.value == "qsa_pending" else pooled_keys_of
+            uncut += read_keys(pools.target, pools.draft, given)
+        elif kind.value == "minimax_index_k" and is_of_rows(main):
+            uncut.append(index_of_rows(pools.target.index_k_pool, given))
+        elif kind.value in ("minimax_index_k", "minimax_dense_kv"):
+            apart[kind.value] = Attention(given, full.heads if kind.value == "minimax_dense_kv" else None)
         else:
-            state = tuple(_state_buffers(args, number, given, _mamba_pool(pools), recurrent, place))
+            holder = _mamba_pool(pools)
+            state = state_of(holder, given) or tuple(_state_buffers(args, number, given, holder, recurrent, place))
     stages = stages_of(args, model, recurrent, pools.target) if place.pp_size > 1 else (Stage(), Stage(), Stage())
     return Caches(
-        kv=Attention(kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL), _pages_of(main)),
+        kv=full,
         draft=kv[len(kv) - drafts :],
         draft_packing=_draft_packing(pools.draft),
         draft_heads=_draft_heads(pools, place) if drafts else None,
@@ -180,12 +231,19 @@ def caches_of(
         state=state,
         scales=scales.get("block_scale"),
         window_scales=scales.get("block_scale_swa"),
+        dense=apart.get("minimax_dense_kv"),
+        index=apart.get("minimax_index_k"),
         uncut=tuple(uncut),
         first_layer=stages[0].first,
         layers=stages[0].total,
         window_stage=stages[1],
         state_stage=stages[2],
     )
+
+
+def _attention(pool: Any, listed: Buffers, heads: Heads | None) -> Attention:
+    attention = layers_of(pool, listed, heads) if is_unified(pool) else Attention(listed, heads)
+    return replace(attention, pages=_pages_of(pool))
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -219,22 +277,17 @@ def _heads_of(pool: Any, claimed: int | None, place: Placement, which: str) -> H
     name = check_pool(pool, which)
     if name in _LATENTS and which == _FULL:
         return None
+    if is_of_rows(pool):
+        return heads_of_rows(pool, _total_of(claimed, pool.head_num, place.heads, which))
     if name not in _HEADS:
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
-    packing = _packing(pool, which)
+    packing = None if is_unified(pool) else _packing(pool, which)
     item = pool.store_dtype.itemsize
-    total = _total(claimed, pool.head_num, place.heads)
-    if total is None:
-        log.warning(
-            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
-            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
-            which,
-            pool.head_num,
-            place.heads.index,
-            place.heads.count,
-            "layers differ" if claimed is None else f"it says {claimed}",
-        )
-    return Heads(pool.head_num, total, pool.head_dim * item, pool.v_head_dim * item, packing)
+    total = _total_of(claimed, pool.head_num, place.heads, which)
+    dims = pool.head_dim, pool.v_head_dim
+    if name == "MHATokenToKVPool" and getattr(pool, "k_scale_buffer", None) is not None:
+        dims = pool.k_buffer[0].shape[-1], pool.v_buffer[0].shape[-1]  # two elements of 4 bits are one that is stored
+    return Heads(pool.head_num, total, dims[0] * item, dims[1] * item, packing)
 
 
 def _packing(pool: Any, which: str) -> str | None:
@@ -256,7 +309,7 @@ def _draft_pool(pool: Any) -> Any:
         LayoutError: if kvferry does not transfer such pools.
     """
     name = check_pool(pool, _DRAFTS)
-    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool") else pool
+    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool", "QSATokenToKVPool") else pool
     return inner if check_pool(inner, _DRAFTS) == "MHATokenToKVPool" else None
 
 
@@ -286,6 +339,22 @@ def _pages_of(pool: Any) -> int:
     """Returns how many pages a pool has, with the one that SGLang keeps for padding."""
     size, page_tokens = getattr(pool, "size", 0), getattr(pool, "page_size", 1)
     return max(1, (size + page_tokens) // page_tokens)
+
+
+def _total_of(claimed: int | None, held: int, part: Part, which: str) -> int | None:
+    """Returns how many heads the whole model has in some layers; None, and says so, if nobody knows."""
+    total = _total(claimed, held, part)
+    if total is None:
+        log.warning(
+            "SGLang's pool of %s has %d KV heads on rank %d of %d, and the model does not say how many there are in "
+            "each of these layers (%s): caches can be exchanged with as many tensor-parallel ranks only",
+            which,
+            held,
+            part.index,
+            part.count,
+            "layers differ" if claimed is None else f"it says {claimed}",
+        )
+    return total
 
 
 def _total(claimed: int | None, held: int, part: Part) -> int | None:

@@ -92,7 +92,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
             into_host = destination != KVTransferDestination.DEVICE
             endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
-            states = state_pages(self.kv_mgr.state_types, state_indices, total_pages, last=pages)
+            states = state_pages(
+                self.kv_mgr.state_types, state_indices, total_pages, last=pages, ring_places=self.kv_mgr.ring_places
+            )
             kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
             self._transfer = endpoint.open(
                 self.bootstrap_room,

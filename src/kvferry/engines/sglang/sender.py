@@ -162,7 +162,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._token_part = self._token_part if kept.token_part is None else kept.token_part
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
-                groups |= state_pages(self.kv_mgr.state_types, chunk.state_indices, total, last=pages)
+                groups |= state_pages(
+                    self.kv_mgr.state_types, chunk.state_indices, total, last=pages, ring_places=self.kv_mgr.ring_places
+                )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux, token_part=self._token_part)
         except KVFerryError as error:

@@ -1,0 +1,200 @@
+"""DeepSeek V4 in SGLang: latents at several compressions, their index, windows, and what is not compressed yet.
+
+Every tensor-parallel rank has the same. A page of latents or of the index has the slots of all tokens of a page of the
+request, in an order of its own. What a window has not compressed yet lies in the window's pages, or in rings of a
+request; in a ring every token's place follows from its position, so that it is the same on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvferry.engines.sglang.caches import NOTHING, Buffers, Caches, Uncut
+from kvferry.engines.sglang.layouts import COMPRESSION_GROUP, KV_GROUP, RING_GROUP, ROW_GROUP, WINDOW_GROUP
+from kvferry.errors import LayoutError
+
+POOL = "DeepSeekV4TokenToKVPool"
+
+
+def compressed_caches(args: Any, target: Any, draft: Any, window_tokens: int | None) -> Caches:
+    """Reads what a rank caches of DeepSeek V4.
+
+    Args:
+        args: its KVArgs.
+        target: its DeepSeekV4TokenToKVPool.
+        draft: its draft model's pool; None if it has none.
+        window_tokens: how long the window is; None if its scheduler does not say it.
+
+    Raises:
+        LayoutError: if SGLang's lists are not what its pool has, or there is something that kvferry does not transfer.
+    """
+    _check(args, target, draft)
+    kv = _Listed("keys and values", args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    uncut = [*_latents(target, kv)]
+    kv.check_empty()
+    of_draft = False, True
+    seen: dict[str, int] = {}
+    for number, kind in enumerate(args.state_types):
+        name = kind.value
+        is_drafts = of_draft[seen.setdefault(name, 0)]
+        seen[name] += 1
+        pool = draft if is_drafts or name == "request_row" else target
+        listed = _Listed(
+            name, *(each[number] for each in (args.state_data_ptrs, args.state_data_lens, args.state_item_lens))
+        )
+        uncut += _READERS[name](pool, listed, "draft " if pool is draft else "")
+        listed.check_empty()
+    return Caches(
+        kv=NOTHING,
+        page_tokens=args.page_size,
+        window_tokens=target.sliding_window if window_tokens is None else window_tokens,
+        uncut=tuple(each for each in uncut if len(each.buffers)),
+    )
+
+
+def ring_places(target: Any) -> int | None:
+    """Returns how many rows of a pool's rings a request has; None if windows are in no rings."""
+    return int(target.unified_swa_ring_size) if getattr(target, "_unified_kv", False) is True else None
+
+
+class _Listed:
+    """Buffers in the order in which SGLang lists them."""
+
+    def __init__(self, name: str, addresses: list[int], lengths: list[int], items: list[int]) -> None:
+        self._name, self._at = name, 0
+        self._addresses, self._lengths, self._items = addresses, lengths, items
+
+    def take(self, count: int, *, rows: int = 1) -> Buffers:
+        """Returns the next ones.
+
+        Args:
+            rows: how many of SGLang's items make one.
+        """
+        start, self._at = self._at, self._at + count
+        if self._at > len(self._addresses):
+            raise LayoutError(f"SGLang lists {len(self._addresses)} buffers of {self._name}, and its pool has more")
+        part = slice(start, self._at)
+        return Buffers(
+            tuple(self._addresses[part]),
+            tuple(self._lengths[part]),
+            tuple(item * rows for item in self._items[part]),
+        )
+
+    def check_empty(self) -> None:
+        if self._at != len(self._addresses):
+            raise LayoutError(
+                f"SGLang lists {len(self._addresses)} buffers of {self._name}, and {self._at} are known of its pool"
+            )
+
+
+def _check(args: Any, target: Any, draft: Any) -> None:
+    if target.request_window is not None:
+        raise LayoutError(
+            "windows are in rings of pages, of which a request has one page twice, and kvferry sends each page once: "
+            "leave --enable-encoder-swa-bounded-replay away"
+        )
+    if args.page_size != target.swa_page_size:
+        raise LayoutError(
+            f"pages have {args.page_size} tokens, and those of windows {target.swa_page_size}: SGLang counts them alike"
+        )
+    if draft is not None and type(draft).__name__ != POOL:
+        raise LayoutError(
+            f"the draft model keeps its cache in a {type(draft).__name__} beside a {POOL}: SGLang lists nothing of it "
+            "for a transfer"
+        )
+    if getattr(args, "num_draft_entries", 0):
+        raise LayoutError("SGLang lists pages of a draft model beside DeepSeek V4's, which has windows alone")
+    listed = {each.value for each in args.state_types}
+    wanted = {"swa_ring"} if target._unified_kv else {"swa"}
+    if any(pool is not None and pool.request_scoped for pool in target.compress_state_pools):
+        wanted.add("c128_state")
+    if missing := sorted(wanted - listed):
+        raise LayoutError(
+            f"SGLang keeps a {POOL} for layers of this model, and does not list its {missing} for a transfer: the "
+            "other side would compute without it"
+        )
+
+
+def _uncut(name: str, buffers: Buffers, packing: str | None, group: str, *, rows: int = 1) -> Uncut:
+    layers = tuple(range(len(buffers)))
+    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), rows)
+
+
+def _latents(pool: Any, listed: _Listed) -> Iterator[Uncut]:
+    """Yields latents and their index, compression by compression, as `get_contiguous_buf_infos` lists them."""
+    stage = pool.compression_ratios[pool._stage_start : pool._stage_end]
+    for ratio, latents in pool.kv_pools.items():
+        if pool._unified_kv:
+            layers = stage.count(ratio)
+            order = f"SGLang's rows of {pool.page_size // ratio} tokens"
+            yield _uncut(f"latent of {ratio}", listed.take(layers), order, KV_GROUP)
+            if pool._unified_kv_fp8:
+                yield _uncut(f"rope of {ratio}", listed.take(layers), order, KV_GROUP)
+        elif latents is not None:
+            order = f"SGLang's {_name(latents)} of {latents.page_size} tokens"
+            yield _uncut(f"latent of {ratio}", listed.take(len(latents.kv_buffer)), order, KV_GROUP)
+        index = pool.index_pools.get(ratio)
+        if index is None:
+            continue
+        order = (
+            f"SGLang's index of {index.page_size} keys of {index.index_head_dim}, "
+            f"{'4' if index.use_fp4_indexer else '8'} bits{', rows of 8' if index.index_k_page8 else ''}"
+        )
+        if index.uses_aiter_fp4_layout:
+            yield _uncut(f"index of {ratio}", listed.take(index.layer_num), order, KV_GROUP)
+            yield _uncut(f"scale of index of {ratio}", listed.take(index.layer_num), order, KV_GROUP)
+        else:
+            yield _uncut(f"index of {ratio}", listed.take(len(index.index_k_with_scale_buffer)), order, KV_GROUP)
+
+
+def _name(pool: Any) -> str:
+    """Names the order within a page of latents."""
+    return "uniform_fp8" if type(pool).__name__ == "DeepSeekV4UniformFP8KVPool" else str(pool.kv_layout.value)
+
+
+def _windows(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+    """Yields windows, and what layers have not compressed of them: in pages, as the windows, or in rings of requests.
+
+    SGLang lists rings of requests beside the windows' pages, too, although they have no such pages.
+    """
+    if pool.swa_kv_pool is not None:
+        order = f"SGLang's {_name(pool.swa_kv_pool)} of {pool.swa_kv_pool.page_size} tokens"
+        yield _uncut(f"{prefix}window latent", listed.take(len(pool.swa_kv_pool.kv_buffer)), order, WINDOW_GROUP)
+    for what, states in (("latent", pool.compress_state_pools), ("index", pool.indexer_compress_state_pools)):
+        here = [each for each in states if each is not None and not each.request_scoped]
+        if not here:
+            continue
+        name = f"{prefix}pending {what} of {here[0].ratio}"
+        packing, group = (None, RING_GROUP) if pool._unified_kv else (f"SGLang's ring, {_dtype(here[0])}", WINDOW_GROUP)
+        yield _uncut(name, listed.take(len(here)), packing, group, rows=here[0].ring_size)
+
+
+def _rings(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+    """Yields windows in rings of requests: SGLang's items are rows of them."""
+    rows = pool.unified_swa_ring_size
+    kinds = ("latent", "rope") if pool._unified_kv_fp8 else ("latent",)
+    for kind in kinds:
+        buffers = listed.take(len(pool.unified_kv_pool.kv_buffer), rows=rows)
+        yield _uncut(f"{prefix}window {kind}", buffers, None, RING_GROUP, rows=rows)
+
+
+def _pending(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+    """Yields what layers have not compressed of a request's last tokens, in a place of the request's own."""
+    here = [each for each in pool.compress_state_pools if each is not None and each.request_scoped]
+    first = here[0]
+    name = f"{prefix}{'sum' if first.online else 'pending latent'} of {first.ratio}"
+    # A ring of 128 tokens is one item, of which a request may have several: sides may have another number of them.
+    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, rows=first.ring_size if first.ratio == 2 else 1)
+
+
+def _rows(_: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+    """Yields where the draft model's windows begin."""
+    yield _uncut(f"{prefix}window begin", listed.take(1), None, ROW_GROUP)
+
+
+def _dtype(pool: Any) -> str:
+    return str(pool.kv_score_buffer.kv_score.dtype).removeprefix("torch.")
+
+
+_READERS = {"swa": _windows, "swa_ring": _rings, "c128_state": _pending, "request_row": _rows}
