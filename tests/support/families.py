@@ -48,6 +48,7 @@ _GATED_DELTA: Final[Mapping[str, Any]] = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 2,
 }
 _MAMBA2: Final[Mapping[str, Any]] = {
     "mamba_n_heads": 8,
@@ -58,6 +59,8 @@ _MAMBA2: Final[Mapping[str, Any]] = {
     "mamba_d_conv": 4,
     "mamba_chunk_size": 64,
 }
+
+_NO_CLASS: Final = "SGLang's registry of models has no class for it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +74,10 @@ class Family:
         model_type: of its configuration, as transformers calls it.
         architecture: the class that engines look it up by.
         changes: what is different from `_SIZES` in its configuration.
-        needs: what its class wants beside that of vLLM's arguments, such as an element type.
+        sglang_around: the type and the class of the multimodal model that SGLang wants around it; None for none.
+        sglang_backend: of attention, where SGLang does not take the one for CPUs.
+        sglang_pools: who makes its pools in tests: SGLang's configurator, or the test itself of SGLang's classes, if
+            the configurator wants a GPU.
         vllm, sglang: why the engine itself does not serve it; None where it does.
     """
 
@@ -81,7 +87,9 @@ class Family:
     model_type: str
     architecture: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    needs: Mapping[str, Any] = field(default_factory=dict)
+    sglang_around: tuple[str, str] | None = None
+    sglang_backend: str = "torch_native"
+    sglang_pools: str = "configurator"
     vllm: str | None = None
     sglang: str | None = None
 
@@ -89,6 +97,14 @@ class Family:
     def configuration(self) -> dict[str, Any]:
         """What stands in its config.json."""
         return {**_SIZES, **self.changes, "model_type": self.model_type, "architectures": [self.architecture]}
+
+    @property
+    def sglang_configuration(self) -> dict[str, Any]:
+        """What stands there for SGLang."""
+        if self.sglang_around is None:
+            return self.configuration
+        kind, architecture = self.sglang_around
+        return {"model_type": kind, "architectures": [architecture], "text_config": self.configuration}
 
 
 FAMILIES: Final[tuple[Family, ...]] = (
@@ -137,6 +153,8 @@ FAMILIES: Final[tuple[Family, ...]] = (
             "global_head_dim": 128,
             "hidden_size_per_layer_input": 0,
         },
+        sglang_around=("gemma4", "Gemma4ForConditionalGeneration"),
+        sglang_backend="triton",
     ),
     Family(
         "gpt-oss",
@@ -150,6 +168,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
             "num_local_experts": 4,
             "num_experts_per_tok": 2,
         },
+        sglang_backend="triton",
     ),
     Family(
         "mimo-v2",
@@ -224,6 +243,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "deepseek_v32",
         "DeepseekV32ForCausalLM",
         {**_LATENT, **_INDEX},
+        sglang_pools="by hand",
     ),
     Family(
         "glm-5",
@@ -232,6 +252,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "glm_moe_dsa",
         "GlmMoeDsaForCausalLM",
         {**_LATENT, **_INDEX},
+        sglang_pools="by hand",
     ),
     Family(
         "granite-4",
@@ -323,6 +344,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
             "mamba_expand": 2,
             "use_mamba_kernels": False,
         },
+        sglang=_NO_CLASS,
     ),
     Family(
         "bamba",
@@ -335,6 +357,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
             "attn_layer_indices": [1],
         },
         vllm="vLLM has it no more since 0.23 (`_PREVIOUSLY_SUPPORTED_MODELS`)",
+        sglang=_NO_CLASS,
     ),
     Family(
         "lfm-2",
@@ -409,6 +432,7 @@ FAMILIES: Final[tuple[Family, ...]] = (
         "MiniMaxM1ForCausalLM",
         {"num_local_experts": 2, "num_experts_per_tok": 1},
         vllm="vLLM has it no more since 0.23 (`_PREVIOUSLY_SUPPORTED_MODELS`)",
+        sglang=_NO_CLASS,
     ),
     Family(
         "ling-2.5",

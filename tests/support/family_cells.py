@@ -88,7 +88,7 @@ def vllm_cell(family: Family, shape: Shape) -> Cell:
     if shape is Shape.CONTEXT:
         return Cell(
             Status.NOT_YET,
-            "tests/unit/engines/test_vllm_guards.py",
+            "tests/unit/engines/test_vllm_guards.py::test_what_would_be_wrong_is_refused_by_name",
             "the server stops at its start and says what to leave out",
         )
     if name in _VLLM_NOT_DESCRIBED:
@@ -105,8 +105,77 @@ def vllm_cell(family: Family, shape: Shape) -> Cell:
     return Cell(Status.BYTES, f"{_CROSSES}[{name}-{case}]")
 
 
+# ---- SGLang ---------------------------------------------------------------------------------------------------------
+
+SGLANG_FOLDER: Final = "tests/real_engines/sglang"
+_MADE: Final = f"{SGLANG_FOLDER}/test_families.py"
+_SGLANG_TOKENS: Final[Mapping[tuple[str, Shape], str]] = {
+    ("llama-3", Shape.PAGES): "test_unequal_pages.py::test_tokens_are_those_of_the_undivided_engine",
+    ("llama-3", Shape.STAGES): "test_disaggregated.py::test_pipeline_stages_on_the_prefill_side",
+    ("mimo-v2", Shape.TENSOR): "test_heads_by_layer.py::test_tokens_are_those_of_the_undivided_engine",
+}
+"""Where real engines generate the tokens of the undivided one."""
+
+_SPARSE: Final = ("deepseek-v3.2", "glm-5")
+_SGLANG_WITHOUT_ATTENTION: Final = ("mamba-2", "mamba-1")
+_SGLANG_FULL_ATTENTION: Final = (
+    "qwen3",
+    "qwen3-moe",
+    "llama-3",
+    "llama-4",
+    "gemma-3",
+    "mistral",
+    "minimax-m2",
+    "glm-4.5",
+    "deepseek-v3",
+)
+"""Those that have nothing else in SGLang's pools: it keeps windows and chunks of some as long as the prompt."""
+
+
+def sglang_cell(family: Family, shape: Shape) -> Cell:
+    """What SGLang's plug-in does with a family."""
+    name = family.name
+    if family.sglang is not None:
+        test = f"{_MADE}::test_a_family_that_sglang_lacks_is_not_in_its_registry[{name}]"
+        return Cell(Status.ENGINE, test, family.sglang)
+    if shape is Shape.CONTEXT:
+        test = f"{SGLANG_FOLDER}/test_cache_kinds.py::test_what_kvferry_does_not_do_is_refused_at_the_start"
+        return Cell(Status.NOT_YET, test, "the server stops at its start and names the option")
+    if name in _SGLANG_WITHOUT_ATTENTION:
+        test = f"{_MADE}::test_a_family_without_attention_is_refused[{name}]"
+        return Cell(Status.NOT_YET, test, "requests without pages are not described")
+    if shape is Shape.DATA:
+        return Cell(
+            Status.BYTES,
+            "tests/unit/endpoint/test_exchange.py::test_requests_travel_between_any_two_data_parallel_groups",
+        )
+    if name in _SPARSE:
+        if shape is Shape.TENSOR:
+            return Cell(Status.BYTES, f"{SGLANG_FOLDER}/test_companions.py::test_the_index_goes_with_its_latents")
+        test = f"{SGLANG_FOLDER}/test_companions.py::test_what_cannot_be_cut_alike_is_refused"
+        if shape is Shape.PAGES:
+            return Cell(Status.ENGINE, test, "SGLang sets the size of pages itself where attention is sparse, to 64")
+    if shape is Shape.STAGES and name not in _SGLANG_FULL_ATTENTION:
+        if name in _SPARSE:
+            test = "tests/unit/engines/test_sglang_companions.py::test_a_stages_index_is_that_of_its_layers"
+            return Cell(Status.NOT_YET, test, "stages are described, and no request has crossed from one")
+        test = f"{_MADE}::test_stages_with_more_than_full_attention_are_refused[{name}]"
+        return Cell(Status.NOT_YET, test, "stages are described of full attention alone")
+    if (name, shape) in _SGLANG_TOKENS:
+        return Cell(Status.TOKENS, f"{SGLANG_FOLDER}/{_SGLANG_TOKENS[name, shape]}")
+    test, case = {
+        Shape.TENSOR: ("test_every_rank_gets_what_it_would_have_computed", f"{name}-2-4"),
+        Shape.PAGES: ("test_pages_may_differ_in_size", name),
+        Shape.STAGES: ("test_stages_of_the_prefill_side_send_their_layers", name),
+    }[shape]
+    return Cell(Status.BYTES, f"{_MADE}::{test}[{case}]")
+
+
 def cells() -> Iterator[tuple[str, Family, Shape, Cell]]:
     """Yields every cell, with its engine."""
     for family in FAMILIES:
         for shape in Shape:
             yield "vLLM", family, shape, vllm_cell(family, shape)
+    for family in FAMILIES:
+        for shape in Shape:
+            yield "SGLang", family, shape, sglang_cell(family, shape)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import ModuleSpec
 from inspect import Parameter, signature
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -44,6 +44,7 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 from kvferry import RankCoordinates
+from kvferry.engines.vllm import heads as heads_module
 from kvferry.engines.vllm.connector import groups_of, heads_of, kept_states
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.layouts import CacheGroup, DescribedCaches, ModelShape, describe
@@ -197,7 +198,7 @@ class _Rank:
             with set_current_vllm_config(self.config):
                 self.model = initialize_model(self.config)
             # As on GPUs: blocks of attention grow until a state fits into as many bytes.
-            Platform.update_block_size_for_backend.__func__(CpuPlatform, self.config)  # type: ignore[attr-defined]
+            Platform.update_block_size_for_backend.__func__(CpuPlatform, self.config)
             self.config.cache_config.kv_cache_layout = shape.layout
             self.specs = get_kv_cache_spec(self.config)
 
@@ -212,7 +213,9 @@ class _Rank:
         groups = groups_of(kept)
         total = self.config.model_config.get_total_num_hidden_layers()
         drafts = draft_layers(caches, self.layers) if self.config.speculative_config is not None else ()
-        with standing_at(self.place):
+        with standing_at(self.place), pytest.MonkeyPatch.context() as patch:
+            # Else the plug-in would look through all that lives in this process, for every rank.
+            patch.setattr(heads_module, "gc", SimpleNamespace(get_objects=lambda: [*self.model.modules()]))
             bind_kv_cache_to_layers(caches, self.layers, 1, kept.kv_cache_groups)
             described = describe(
                 caches,
@@ -238,8 +241,8 @@ class _Rank:
         if not group.has_state:
             pages = group.block_tokens // cache.shape[2]
             for part in range(pages):
-                axes = [self._heads(name), range(part * cache.shape[2], (part + 1) * cache.shape[2])]
-                _write(cache[page * pages + part], name, [*axes, range(cache.shape[3])])
+                tokens = range(part * cache.shape[2], (part + 1) * cache.shape[2])
+                _write(cache[page * pages + part], name, [self._heads(name), tokens, range(cache.shape[3])])
             return cache[0].nbytes * pages
         layer = self.layers[name]
         for number, tensor in enumerate(layer.kv_cache):
@@ -347,7 +350,8 @@ def install_stand_ins(patch: pytest.MonkeyPatch) -> None:
     def chosen(selected: Any, attn_selector_config: Any, **more: Any) -> str:
         if attn_selector_config.use_mla:
             return _MLA[attn_selector_config.use_sparse]
-        return choose(selected, attn_selector_config, **more)
+        chosen_by_vllm: str = choose(selected, attn_selector_config, **more)
+        return chosen_by_vllm
 
     patch.setattr(CpuPlatform, "get_attn_backend_cls", staticmethod(chosen))
     modules["torchvision.transforms"].InterpolationMode = type("InterpolationMode", (), {})  # type: ignore[attr-defined]

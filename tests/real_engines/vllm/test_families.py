@@ -16,16 +16,17 @@ from typing import Any
 import pytest
 from tests.real_engines.vllm import built as built_module
 from tests.real_engines.vllm.built import Built, BuiltRank, Shape, install_stand_ins
+from tests.support.collecting import missing_tests
+from tests.support.crossings import cross
 from tests.support.described import wrong_bytes
-from tests.support.engines import DecodeEngine, PrefillEngine, Requests, new_engine_name
 from tests.support.families import FAMILIES, Family
 from tests.support.family_cells import Shape as FamilyShape
-from tests.support.family_cells import Status, vllm_cell
+from tests.support.family_cells import Status, cells, vllm_cell
 
 from kvferry import Interval, RankCoordinates, RankLayout
-from kvferry.engines.vllm import connector
+from kvferry.engines.vllm import connector, layouts, states
+from kvferry.engines.vllm.layouts import HeldHeads
 from kvferry.errors import LayoutError
-from kvferry.testing import LocalNetwork, Pool
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -52,7 +53,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Built(request.param, tmp_path_factory.mktemp("family"))
 
 
-def of_every_family(*more: str, cases: Sequence[tuple[Any, ...]]) -> Any:
+def of_every_family(*more: str, cases: Sequence[tuple[Any, ...]]) -> pytest.MarkDecorator:
     """Parametrizes a test with `built` and with cases, but for pipeline stages where vLLM has none."""
     every = [
         pytest.param(family, *case, id="-".join(map(str, (family.name, *case))))
@@ -91,20 +92,16 @@ CROSSINGS = {
 @of_every_family("crossing", cases=[(name,) for name in CROSSINGS])
 def test_requests_cross(built: Built, crossing: str):
     """In chunks, behind a prefix that ends inside of a block, into pages elsewhere; and nothing else is written."""
-    prefill, decode = (built.engine(shape) for shape in CROSSINGS[crossing])
-    for ranks in (prefill, decode):
-        assert len({rank.described.layout.digest for rank in ranks.values()}) == 1, "registries would refuse a rank"
-    with LocalNetwork() as network:
-        here = PrefillEngine(new_engine_name("prefill"), model=None)  # type: ignore[arg-type]
-        there = DecodeEngine(new_engine_name("decode"))
-        for engine, ranks, start in ((here, prefill, network.prefill), (there, decode, network.decode)):
-            for number, rank in ranks.items():
-                pool = Pool.backed(rank.described.layout, rank.coordinates, seed=f"{engine.name} {number}")
-                engine.pools.append(pool)
-                engine.endpoints.append(start(pool, engine=engine.name))  # type: ignore[arg-type]
-        requests = Requests(here, there)
-        requests.run_tokens(1, 150, cuts=(64, 128))
-        requests.run_tokens(2, 131, prefix_tokens=40, cuts=(64,))
+    prefill, decode = CROSSINGS[crossing]
+    cross(places(built, prefill), places(built, decode))
+
+
+def places(built: Built, shape: Shape) -> list[tuple[RankCoordinates, RankLayout]]:
+    return [(rank.coordinates, rank.described.layout) for rank in built.engine(shape).values()]
+
+
+def test_the_tests_that_cells_name_are_run():
+    assert missing_tests((cell for *_, cell in cells()), "tests/real_engines/vllm") == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
@@ -148,12 +145,12 @@ def of_family(name: str, folder: Path) -> Built:
 
 def test_heads_shifted_by_one_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What the tests above assert can fail."""
-    held_heads = built_module.heads_of
+    held_heads = connector.heads_of
 
     def shifted(config: Any, kept: Any, place: Any) -> Any:
         found = held_heads(config, kept, place)
         return {
-            name: replace(each, held=Interval(1 - place.tp_rank, 2 - place.tp_rank)) if place.tp_size == 2 else each
+            name: HeldHeads(2, Interval(1 - place.tp_rank, 2 - place.tp_rank)) if place.tp_size == 2 else each
             for name, each in found.items()
         }
 
@@ -165,7 +162,7 @@ def test_heads_shifted_by_one_are_seen(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_channels_that_are_another_ranks_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """x of a convolution of Mamba 2 divided from the last rank to the first."""
-    states_of = connector.states_of
+    states_of = states.states_of
 
     def backwards(spec: Any, layer: Any, place: Any, **named: Any) -> Any:
         mirrored = RankCoordinates(tp_rank=place.tp_size - 1 - place.tp_rank, tp_size=place.tp_size)
@@ -179,7 +176,7 @@ def test_channels_that_are_another_ranks_are_seen(tmp_path: Path, monkeypatch: p
 
 
 def test_a_component_that_is_not_sent_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    describe = built_module.describe
+    describe = layouts.describe
 
     def without_one(*arguments: Any, **named: Any) -> Any:
         described = describe(*arguments, **named)
