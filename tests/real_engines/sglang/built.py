@@ -27,7 +27,7 @@ from sglang.srt.model_executor.model_runner_components.layer_setup import ModelL
 from sglang.srt.runtime_context import SpawnRanks, create_context, use_context
 from sglang.srt.server_args import ServerArgs
 from tests.support.described import DescribedRank
-from tests.support.families import Family
+from tests.support.model_family import Family
 
 from kvferry import Device, RankCoordinates, RankLayout
 from kvferry.engines.sglang.layouts import describe

@@ -18,9 +18,10 @@ from tests.real_engines.sglang.built import Built, BuiltRank, Shape
 from tests.support.collecting import missing_tests
 from tests.support.crossings import cross
 from tests.support.described import wrong_bytes
-from tests.support.families import FAMILIES, Family
+from tests.support.families import FAMILIES
 from tests.support.family_cells import Shape as FamilyShape
 from tests.support.family_cells import Status, cells, sglang_cell
+from tests.support.model_family import Family
 
 from kvferry import RankCoordinates, RankLayout
 from kvferry.engines.sglang import layouts, pools
@@ -106,7 +107,7 @@ def test_stages_with_more_than_full_attention_are_refused(built: Built):
         built.engine(Shape(pp=2))
 
 
-@of_families([each for each in FAMILIES if status(each, FamilyShape.TENSOR) is Status.NOT_YET])
+@of_families([each for each in FAMILIES if "without_attention" in sglang_cell(each, FamilyShape.TENSOR).test])
 def test_a_family_without_attention_is_refused(built: Built):
     """As above."""
     with pytest.raises(LayoutError, match="this model has no layer with full attention"):

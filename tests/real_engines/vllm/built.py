@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 from tests.support.described import DescribedRank
-from tests.support.families import Family
+from tests.support.model_family import Family
 from transformers import PreTrainedConfig
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
@@ -150,6 +150,19 @@ class Built:
     totals: dict[tuple[str, int], int] = field(default_factory=dict)
     _engines: dict[Shape, dict[int, BuiltRank]] = field(default_factory=dict)
 
+    @property
+    def draft_directory(self) -> Path:
+        """Where the configuration of a draft model of its own is written."""
+        return self.directory / "draft"
+
+    @property
+    def drafts(self) -> dict[str, Any] | None:
+        """How engines draft, as vLLM's configuration has it."""
+        if self.family.drafts is None:
+            return None
+        model = {"model": str(self.draft_directory)} if self.family.draft is not None else {}
+        return {**self.family.drafts, **model}
+
     def engine(self, shape: Shape) -> dict[int, BuiltRank]:
         """All ranks of an engine, by their number within it, each with its pool filled."""
         if Shape() not in self._engines:  # on a single rank it shows how many channels and heads there are
@@ -162,7 +175,11 @@ class Built:
         return {number: rank.labelled for number, rank in self.engine(shape).items()}
 
     def _build(self, shape: Shape) -> dict[int, BuiltRank]:
-        (self.directory / "config.json").write_text(json.dumps(self.family.configuration))
+        configuration = self.family.configuration
+        (self.directory / "config.json").write_text(json.dumps(configuration))
+        if self.family.draft is not None:
+            self.draft_directory.mkdir(exist_ok=True)
+            (self.draft_directory / "config.json").write_text(json.dumps({**configuration, **self.family.draft}))
         ranks = [
             _Rank(self, shape, RankCoordinates(tp_rank=tp, tp_size=shape.tp, pp_rank=pp, pp_size=shape.pp))
             for pp in range(shape.pp)
@@ -193,14 +210,21 @@ class _Rank:
                 enable_prefix_caching=False,
                 load_format="dummy",
                 num_gpu_blocks_override=BLOCKS,
+                speculative_config=built.drafts,
             ).create_engine_config()
             self.config.parallel_config.rank = place.pp_rank * shape.tp + place.tp_rank
             with set_current_vllm_config(self.config):
-                self.model = initialize_model(self.config)
+                self.models = [initialize_model(self.config)]
+                speculative = self.config.speculative_config
+                if speculative is not None and place.pp_rank == place.pp_size - 1:  # the last stage drafts
+                    self.models.append(initialize_model(self.config, model_config=speculative.draft_model_config))
             # As on GPUs: blocks of attention grow until a state fits into as many bytes.
             Platform.update_block_size_for_backend.__func__(CpuPlatform, self.config)
             self.config.cache_config.kv_cache_layout = shape.layout
             self.specs = get_kv_cache_spec(self.config)
+
+    def _modules(self) -> list[Any]:
+        return [module for model in self.models for module in model.modules()]
 
     @property
     def layers(self) -> Mapping[str, Any]:
@@ -212,10 +236,10 @@ class _Rank:
         caches = allocate_kv_cache(kept, torch.device("cpu"), KVCacheLayout[self.shape.layout])
         groups = groups_of(kept)
         total = self.config.model_config.get_total_num_hidden_layers()
-        drafts = draft_layers(caches, self.layers) if self.config.speculative_config is not None else ()
         with standing_at(self.place), pytest.MonkeyPatch.context() as patch:
             # Else the plug-in would look through all that lives in this process, for every rank.
-            patch.setattr(heads_module, "gc", SimpleNamespace(get_objects=lambda: [*self.model.modules()]))
+            patch.setattr(heads_module, "gc", SimpleNamespace(get_objects=self._modules))
+            drafts = draft_layers(caches, self.layers) if self.config.speculative_config is not None else ()
             bind_kv_cache_to_layers(caches, self.layers, 1, kept.kv_cache_groups)
             described = describe(
                 caches,
@@ -232,7 +256,7 @@ class _Rank:
             }
         storage = next(iter(caches.values())).untyped_storage()
         memory = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
-        return BuiltRank(self.place, described, groups, (self.model, caches), memory, page_bytes)
+        return BuiltRank(self.place, described, groups, (self.models, caches), memory, page_bytes)
 
     # ---- what it would compute ---------------------------------------------------------------------------------------
 
@@ -257,12 +281,11 @@ class _Rank:
         attention = self.layers[name]
         if hasattr(attention, "kv_lora_rank") or not hasattr(attention, "num_kv_heads"):
             return [0]  # of latents and of an index there is one, which every rank has
-        paths = {id(module): path for path, module in self.model.named_modules()}
-        around, _, _ = paths[id(attention)].rpartition(".")
+        (named,) = ([*model.named_modules()] for model in self.models if attention in model.modules())
+        (path,) = (path for path, module in named if module is attention)
+        around, _, _ = path.rpartition(".")
         (projection,) = [
-            module
-            for path, module in self.model.named_modules()
-            if path.startswith(f"{around}.") and isinstance(module, QKVParallelLinear)
+            module for path, module in named if path.startswith(f"{around}.") and isinstance(module, QKVParallelLinear)
         ]
         size, param = projection.head_size, projection.weight
         numbers = torch.arange(projection.total_num_kv_heads, dtype=param.dtype).repeat_interleave(size)
