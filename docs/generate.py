@@ -2,7 +2,8 @@
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
 tables of docs/reliability.md and docs/observability.md from `protocol/transfer/holding.py` and `observe/metrics.py`,
-those of docs/caches.md from the plug-ins. A test checks that none has fallen behind.
+those of docs/caches.md from the plug-ins, docs/families.md from the families that tests build. A test checks that none
+has fallen behind.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 from tests.simulation import enumerated, pins
+from tests.support.family_cells import Cell, Shape, Status, cells
 
 from kvferry.engines.sglang import cache_kinds as sglang
 from kvferry.engines.vllm import cache_kinds as vllm
@@ -143,6 +145,38 @@ def caches_page() -> str:
     return text
 
 
+def families_page() -> str:
+    """docs/families.md with a table for every engine, and the list of what shows their cells, made anew."""
+    text = (DOCS / "families.md").read_text()
+    notes: dict[tuple[str, str], int] = {}
+    rows: dict[str, dict[str, list[str]]] = {}
+    for engine, family, shape, cell in cells():
+        row = rows.setdefault(engine, {}).setdefault(family.name, [f"{family.members}: {family.special}"])
+        assert len(row) == 1 + list(Shape).index(shape), "cells come in the order of the columns"
+        row.append(_cell(cell, notes))
+    for engine, families in rows.items():
+        head = [f"family ({engine})", *(shape.value for shape in Shape)]
+        lines = [head, ["---"] * len(head), *families.values()]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        text = _between(text, engine.lower(), table)
+    said = (f"{number}. {f'{why}: ' if why else ''}`{test}`" for (test, why), number in notes.items())
+    return _between(text, "tests", "\n".join(said))
+
+
+def _cell(cell: Cell, notes: dict[tuple[str, str], int]) -> str:
+    """What stands in a cell: its status, and the number of the note that says what shows it."""
+    test, _, _ = cell.test.partition("[")
+    number = notes.setdefault((test, cell.why), len(notes) + 1)
+    name = f"**{cell.status.value}**" if cell.status is Status.NOT_YET else cell.status.value
+    return f"{name} ({number})"
+
+
+def _between(text: str, mark: str, content: str) -> str:
+    before, rest = text.split(f"<!-- {mark} -->\n")
+    _, after = rest.split(f"<!-- /{mark} -->")
+    return f"{before}<!-- {mark} -->\n{content}\n<!-- /{mark} -->{after}"
+
+
 def settings_page() -> str:
     """docs/settings.md."""
     lines = [
@@ -170,6 +204,7 @@ def main() -> None:
     (DOCS / "reliability.md").write_text(reliability_page())
     (DOCS / "observability.md").write_text(observability_page())
     (DOCS / "caches.md").write_text(caches_page())
+    (DOCS / "families.md").write_text(families_page())
 
 
 if __name__ == "__main__":

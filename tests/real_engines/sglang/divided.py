@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.page_interleave import PageShardSpec
 from sglang.srt.mem_cache.page_interleave_pool import PageInterleaveMHATokenToKVPool, PageInterleaveMLATokenToKVPool
 from tests.real_engines.sglang.crossings import Members, wait
+from tests.real_engines.sglang.pool_ranks import PoolRank
 from tests.real_engines.sglang.ranks import Model
-from tests.real_engines.sglang.test_companions import PoolRank
 
 PAGE, PAGES, LAYERS, HEADS, HEAD_DIM, LATENT, ROPE = 4, 24, 2, 4, 8, 16, 8
 KEYS = Model(heads=HEADS, page_tokens=PAGE, layers=LAYERS)

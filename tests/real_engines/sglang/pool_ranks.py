@@ -30,12 +30,16 @@ class Part:
         bytes: its items, of which each is a page, or the slot of a request.
         heads: the axis that ranks divide; None where each has all.
         of: what its items are numbered by.
+        total: how many heads there are on all ranks.
+        label: tells its content from others'; None for its number on the rank.
         first: the number of its first item.
     """
 
     bytes: np.ndarray[Any, Any]
     heads: int | None = None
     of: str = "pages"
+    total: int = HEADS
+    label: int | None = None
     first: int = 0
 
 
@@ -48,7 +52,7 @@ def by_token(
 ) -> Part:
     """So many pages of a buffer with tokens before heads, which other layers may lie between."""
     pages = tensor.view(torch.uint8).unflatten(0, (-1, page))[first : first + count]
-    return Part(pages.numpy(), heads, of, first)
+    return Part(pages.numpy(), heads, of, first=first)
 
 
 def items(tensor: torch.Tensor, rows: int, *, of: str = "pages") -> Part:
@@ -101,9 +105,13 @@ class PoolRank(Rank):
         each = self.parts[number]
         shape = list(each.bytes.shape[1:])
         if each.heads is not None:
-            shape[each.heads] = HEADS
-        whole: np.ndarray[Any, Any] = np.random.default_rng([seed, number, item]).integers(0, 256, shape, np.uint8)
-        return whole if each.heads is None else whole.take(self._heads(HEADS), each.heads)
+            shape[each.heads] = each.total
+        label = number if each.label is None else each.label
+        whole: np.ndarray[Any, Any] = np.random.default_rng([seed, label, item]).integers(0, 256, shape, np.uint8)
+        return whole if each.heads is None else whole.take(self._heads_of(each), each.heads)
+
+    def _heads_of(self, each: Part) -> range:
+        return self._heads(each.total)
 
 
 class Crossing:

@@ -10,8 +10,9 @@ import torch
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from tests.real_engines.sglang.pool_ranks import PAGES, SIZES, Crossing, Part, PoolRank, begin, part
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
-from tests.real_engines.sglang.test_companions import PAGES, SIZES, Crossing, Part, PoolRank, alone, begin, part
+from tests.real_engines.sglang.test_companions import alone
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
 from kvferry.engines.sglang.pools import around_managers

@@ -19,8 +19,8 @@ from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from tests.real_engines.sglang.crossings import wait
+from tests.real_engines.sglang.pool_ranks import HEAD_DIM, HEADS, LAYERS, PAGES, PoolRank, part
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
-from tests.real_engines.sglang.test_companions import HEAD_DIM, HEADS, LAYERS, PAGES, PoolRank, part
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
 from tests.support.waiting import eventually
 

@@ -10,8 +10,9 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateShape
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, MambaPool
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from tests.real_engines.sglang.pool_ranks import PAGES, Crossing, Part, PoolRank, part
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, number_of
-from tests.real_engines.sglang.test_companions import PAGES, Crossing, Part, PoolRank, alone, part
+from tests.real_engines.sglang.test_companions import alone
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
 __all__ = ["alone", "pair"]  # fixtures

@@ -14,6 +14,8 @@ from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
+from kvferry.applications.up.supervision import free_ports
+
 GATED_DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "pool_mib": 128}
 """vLLM's kernels for gated delta nets compute nothing else on a CPU."""
 
@@ -90,6 +92,22 @@ def test_ranks_of_another_number_get_their_part_of_the_state(engines: Engines, p
     prefill = engines.prefill(f"prefill-tp{prefill_tp}" if prefill_tp > 1 else "prefill", tp=prefill_tp)
     decode = engines.decode(f"decode-tp{decode_tp}" if decode_tp > 1 else "decode", tp=decode_tp)
     check(engines, Pair(prefill, decode), 50 + decode_tp)
+
+
+@pytest.mark.long
+def test_vllms_own_connector_generates_the_same(engines: Engines):
+    """A second reference beside the undivided engine, between ranks of the same number: NIXL, without kvferry."""
+    ports = ({"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)} for port in free_ports(2))
+    stock = {"connector": "nixl", "settings": None}
+    prefill = engines.prefill("stock-prefill", environment=next(ports), **stock)
+    decode = engines.decode("stock-decode", environment=next(ports), **stock)
+    theirs, ours = Pair(prefill, decode), Pair(engines.prefill("prefill"), engines.decode("decode"))
+    each = [*prompts(46, 4), *prompts(47, 4, shortest=126, longest=131)]
+    expected = engines.alone().started().generate(each, COUNT)
+    for name, pair in (("theirs", theirs), ("ours", ours)):
+        found = [pair.run_in_turn(prompt, f"{name}-{number}").tokens for number, prompt in enumerate(each)]
+        assert found == expected, name
+    assert theirs.decode.ask("metric", "vllm:nixl_xfer_time_seconds_count") >= len(each), "NIXL moved nothing"
 
 
 @pytest.mark.long

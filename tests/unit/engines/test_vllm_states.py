@@ -63,6 +63,11 @@ def gated_delta_net(tp: int, first: bool) -> tuple[Any, Any, list[list[int]]]:
     return spec("GDN_ATTN", convolution(32 // tp, first=first), (8 // tp, 2, 3)), layer, [[8, 8, 16], [8]]
 
 
+def kimi_delta_attention(tp: int, first: bool) -> tuple[Any, Any, list[list[int]]]:
+    layer = SimpleNamespace(projection_size=8)
+    return spec("GDN_ATTN", convolution(24 // tp, first=first), (8 // tp, 2, 3)), layer, [[8, 8, 8], [8]]
+
+
 def short_convolution(tp: int, first: bool) -> tuple[Any, Any, list[list[int]]]:
     return spec("SHORT_CONV", convolution(8 // tp, first=first)), None, [[8]]
 
@@ -80,6 +85,7 @@ KINDS: list[Kind] = [
     mamba2,
     mamba2_of_one_group,
     gated_delta_net,
+    kimi_delta_attention,
     short_convolution,
     linear_attention,
     replicated,

@@ -145,7 +145,8 @@ def _parts_of_convolution(
     if kind == "MAMBA1":
         return _divided([held], coordinates)
     if kind == "GDN_ATTN":  # queries, keys, values
-        keys, values = getattr(layer, "key_dim", None), getattr(layer, "value_dim", None)
+        alike = getattr(layer, "projection_size", None)  # Kimi's delta attention has as much of each
+        keys, values = getattr(layer, "key_dim", alike), getattr(layer, "value_dim", alike)
         if not isinstance(keys, int) or not isinstance(values, int) or keys % size or values % size:
             return None
         sizes = [keys // size, keys // size, values // size]
