@@ -58,16 +58,19 @@ class DraftedRank(PoolRank):
             for kind, buffers in enumerate((pool.k_buffer, pool.v_buffer))
             for layer, buffer in zip(layers, buffers, strict=True)
         ]
-        self.draft: Any = None
+        self.draft_pool: Any = None
         self._draft_heads = heads
         if heads is not None:
-            self.draft = MHATokenToKVPool(size, head_num=max(1, heads // self._divided[1]), layer_num=1, **of_heads)
+            self.draft_pool = MHATokenToKVPool(
+                size, head_num=max(1, heads // self._divided[1]), layer_num=1, **of_heads
+            )
             drafts = [
-                _part(each, heads, 200 + kind) for kind, each in enumerate((*self.draft.k_buffer, *self.draft.v_buffer))
+                _part(each, heads, 200 + kind)
+                for kind, each in enumerate((*self.draft_pool.k_buffer, *self.draft_pool.v_buffer))
             ]
         else:
-            self.draft = MLATokenToKVPool(size, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=1, **given)
-            drafts = [Part(part(each, PAGES, PAGE * 48).bytes, label=200) for each in self.draft.kv_buffer]
+            self.draft_pool = MLATokenToKVPool(size, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=1, **given)
+            drafts = [Part(part(each, PAGES, PAGE * 48).bytes, label=200) for each in self.draft_pool.kv_buffer]
         self._drafts = drafts if is_last else []
         model = Model(heads=HEADS, page_tokens=PAGE, layers=LAYERS)
         super().__init__(model, pool, [*parts, *self._drafts], tp=tp, tp_rank=tp_rank)
@@ -76,8 +79,8 @@ class DraftedRank(PoolRank):
     @property
     def arguments(self) -> KVArgs:
         args = super().arguments
-        draft = self.draft if self._drafts else None
-        for name, added in zip(("ptrs", "lens", "item_lens"), self.draft.get_contiguous_buf_infos(), strict=True):
+        draft = self.draft_pool if self._drafts else None
+        for name, added in zip(("ptrs", "lens", "item_lens"), self.draft_pool.get_contiguous_buf_infos(), strict=True):
             name = f"kv_{name}" if name == "item_lens" else f"kv_data_{name}"
             setattr(args, name, [*getattr(args, name), *(added if draft is not None else ())])
         args.num_draft_entries = len(self._drafts)

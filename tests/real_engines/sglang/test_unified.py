@@ -128,7 +128,9 @@ def recurrent(*, tp: int, tp_rank: int) -> PoolRank:
     first = -(-length // state.entry_bytes())
     parts = [by_token(each, PAGE, heads=None) for each in full.kv_buffer]
     for layers in (*slots.mamba_cache.conv, slots.mamba_cache.temporal):
-        parts += [Part(each.view(torch.uint8).numpy()[first : first + 8], None, "slots", first=first) for each in layers]
+        parts += [
+            Part(each.view(torch.uint8).numpy()[first : first + 8], None, "slots", first=first) for each in layers
+        ]
     rank = PoolRank(Model(heads=None, page_tokens=PAGE), pool, parts, tp=tp, tp_rank=tp_rank)
     rank.first_slot = first
     return rank

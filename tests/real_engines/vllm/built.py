@@ -45,9 +45,10 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 from kvferry import RankCoordinates
 from kvferry.engines.vllm import heads as heads_module
-from kvferry.engines.vllm.connector import groups_of, heads_of, kept_states
+from kvferry.engines.vllm.caches import CacheGroup, ModelShape
+from kvferry.engines.vllm.connector import cache_forms, groups_of, heads_of, kept_states
 from kvferry.engines.vllm.drafts import draft_layers
-from kvferry.engines.vllm.layouts import CacheGroup, DescribedCaches, ModelShape, describe
+from kvferry.engines.vllm.layouts import DescribedCaches, describe
 
 BLOCKS = 64
 """Of every pool."""
@@ -234,7 +235,7 @@ class _Rank:
     def finish(self, kept: Any) -> BuiltRank:
         """Allocates the rank's pool, describes it, and fills it."""
         caches = allocate_kv_cache(kept, torch.device("cpu"), KVCacheLayout[self.shape.layout])
-        groups = groups_of(kept)
+        groups = groups_of(kept, self.config.parallel_config)
         total = self.config.model_config.get_total_num_hidden_layers()
         with standing_at(self.place), pytest.MonkeyPatch.context() as patch:
             # Else the plug-in would look through all that lives in this process, for every rank.
@@ -247,7 +248,8 @@ class _Rank:
                 ModelShape(total, None, drafts),
                 self.place,
                 heads=heads_of(self.config, kept, self.place),
-                states=kept_states(self.config, kept, self.place),
+                states=kept_states(self.config, kept, self.place, caches),
+                forms=cache_forms(self.config, kept),
                 num_blocks=kept.num_blocks,
             )
             page_bytes = {

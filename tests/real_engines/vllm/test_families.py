@@ -26,7 +26,7 @@ from tests.support.model_family import Family
 
 from kvferry import Interval, RankCoordinates, RankLayout
 from kvferry.engines.vllm import connector, layouts, states
-from kvferry.engines.vllm.layouts import HeldHeads
+from kvferry.engines.vllm.caches import HeldHeads
 from kvferry.errors import LayoutError
 
 pytestmark = pytest.mark.timeout(120)
