@@ -72,12 +72,37 @@ _VLLM_TOKENS: Final[Mapping[str, Cell]] = {
 }
 """Where real engines generate the tokens of the undivided one. Ranks of any number are compared byte by byte, too."""
 
-_NO_INDEX: Final = Cell(
-    Status.NOT_YET,
-    f"{_BUILT}::test_a_family_that_is_not_described_yet_is_refused",
-    "the keys of the index are not described",
+WINDOWS: Final = ("gemma-3", "gemma-4", "gpt-oss", "mimo-v2", "llama-4")
+"""Families of which some layers attend to the last tokens alone, or to those of a chunk."""
+
+STATES: Final = (
+    *("granite-4", "nemotron-h", "falcon-h1", "jamba", "bamba", "lfm-2", "qwen3-next", "qwen3.5", "kimi-linear"),
+    *("minimax-m1", "ling-2.5"),
 )
-_VLLM_NOT_DESCRIBED: Final = ("deepseek-v3.2", "glm-5")
+"""Families with recurrent state beside attention."""
+
+WITHOUT_ATTENTION: Final = ("mamba-1", "mamba-2")
+SPARSE: Final = ("deepseek-v3.2", "glm-5")
+"""Families with the index of DeepSeek's sparse attention. Their ranks are built elsewhere."""
+
+_STAGES: Final = "tests/unit/engines/test_vllm_stages.py"
+_SHARES: Final = f"{VLLM_FOLDER}/test_shares.py"
+_VLLM_SPARSE: Final[Mapping[Shape, Cell]] = {
+    Shape.TENSOR: Cell(Status.BYTES, f"{VLLM_FOLDER}/test_cache_forms.py::test_what_a_model_keeps_arrives"),
+    Shape.DATA: Cell(Status.BYTES, f"{VLLM_FOLDER}/test_cache_forms.py::test_what_a_model_keeps_arrives"),
+    Shape.PAGES: Cell(
+        Status.ENGINE,
+        "tests/unit/engines/test_vllm_forms.py::"
+        "test_an_order_depends_on_the_pages_of_a_kernel_and_on_whether_they_are_shuffled",
+        "the scales of the index lie behind the keys of a page, which has the size that vLLM's kernel wants",
+    ),
+    Shape.STAGES: Cell(Status.BYTES, f"{_STAGES}::test_what_each_stage_has_arrives_where_it_is_needed"),
+    Shape.CONTEXT: Cell(
+        Status.NOT_YET,
+        f"{_SHARES}::test_vllm_numbers_ranks_as_places_count_on_it",
+        "nobody has tried an index beside tokens that ranks share",
+    ),
+}
 _VLLM_WITHOUT_STAGES: Final = ("mamba-2",)
 
 
@@ -86,14 +111,10 @@ def vllm_cell(family: Family, shape: Shape) -> Cell:
     name = family.name
     if family.vllm is not None:
         return Cell(Status.ENGINE, f"{_REFUSED}[{name}]", family.vllm)
+    if name in SPARSE:
+        return _VLLM_SPARSE[shape]
     if shape is Shape.CONTEXT:
-        return Cell(
-            Status.NOT_YET,
-            "tests/unit/engines/test_vllm_guards.py::test_what_would_be_wrong_is_refused_by_name",
-            "the server stops at its start and says what to leave out",
-        )
-    if name in _VLLM_NOT_DESCRIBED:
-        return Cell(_NO_INDEX.status, f"{_NO_INDEX.test}[{name}]", _NO_INDEX.why)
+        return _vllm_context(name)
     if shape is Shape.STAGES and name in _VLLM_WITHOUT_STAGES:
         return Cell(
             Status.ENGINE,
@@ -101,12 +122,21 @@ def vllm_cell(family: Family, shape: Shape) -> Cell:
             "vLLM's class for it does not have pipeline stages (`SupportsPP`)",
         )
     if shape is Shape.STAGES and family.drafts is not None:
-        test = f"{_BUILT}::test_stages_of_which_the_last_alone_drafts_are_refused[{name}]"
-        return Cell(Status.NOT_YET, test, "the stages before the last do not say what the last one's draft has")
+        return Cell(Status.BYTES, f"{_STAGES}::test_a_draft_in_one_stage_may_be_missing_on_the_other_side")
     if shape in (Shape.TENSOR, Shape.DATA):  # a data-parallel engine of vLLM's is an engine of its own
         return _VLLM_TOKENS.get(name) or Cell(Status.BYTES, f"{_OF_RANKS}[{name}-2-4]")
     case = {Shape.PAGES: "blocks", Shape.STAGES: "stages"}[shape]
     return Cell(Status.BYTES, f"{_CROSSES}[{name}-{case}]")
+
+
+def _vllm_context(name: str) -> Cell:
+    if name in WINDOWS:
+        test = f"{_SHARES}::test_what_the_docs_say_that_vllm_forbids_it_forbids_in_these_words"
+        return Cell(Status.ENGINE, test, "vLLM lets ranks share no tokens of layers with windows or chunks")
+    if name in WITHOUT_ATTENTION:
+        test = "tests/unit/engines/test_vllm_shares.py::test_recurrent_state_is_divided_by_tensor_parallelism_alone"
+        return Cell(Status.BYTES, test)
+    return Cell(Status.BYTES, f"{_SHARES}::test_tokens_arrive_in_the_slots_that_vllm_looks_in")
 
 
 # ---- SGLang ---------------------------------------------------------------------------------------------------------
@@ -120,20 +150,11 @@ _SGLANG_TOKENS: Final[Mapping[tuple[str, Shape], str]] = {
 }
 """Where real engines generate the tokens of the undivided one."""
 
-_SPARSE: Final = ("deepseek-v3.2", "glm-5")
-_SGLANG_WITHOUT_ATTENTION: Final = ("mamba-2", "mamba-1")
-_SGLANG_FULL_ATTENTION: Final = (
-    "qwen3",
-    "qwen3-moe",
-    "llama-3",
-    "llama-4",
-    "gemma-3",
-    "mistral",
-    "minimax-m2",
-    "glm-4.5",
-    "deepseek-v3",
-)
-"""Those that have nothing else in SGLang's pools: it keeps windows and chunks of some as long as the prompt."""
+_SGLANG_STAGES: Final = f"{SGLANG_FOLDER}/test_stages.py"
+_DRAFTS: Final = f"{SGLANG_FOLDER}/test_drafts.py"
+_DIVIDED: Final = f"{SGLANG_FOLDER}/test_divided_tokens.py"
+_SGLANG_WINDOWS: Final = ("gemma-4", "gpt-oss", "mimo-v2")
+"""Those with windows in a pool of their own: SGLang keeps windows and chunks of others as long as the prompt."""
 
 
 def sglang_cell(family: Family, shape: Shape) -> Cell:
@@ -142,32 +163,33 @@ def sglang_cell(family: Family, shape: Shape) -> Cell:
     if family.sglang is not None:
         test = f"{_MADE}::test_a_family_that_sglang_lacks_is_not_in_its_registry[{name}]"
         return Cell(Status.ENGINE, test, family.sglang)
-    if shape is Shape.CONTEXT:
-        test = f"{SGLANG_FOLDER}/test_cache_kinds.py::test_what_kvferry_does_not_do_is_refused_at_the_start"
-        return Cell(Status.NOT_YET, test, "the server stops at its start and names the option")
-    if name in _SGLANG_WITHOUT_ATTENTION:
+    if name in WITHOUT_ATTENTION:
         test = f"{_MADE}::test_a_family_without_attention_is_refused[{name}]"
         return Cell(Status.NOT_YET, test, "requests without pages are not described")
     if shape is Shape.DATA:
-        return Cell(
-            Status.BYTES,
-            "tests/unit/endpoint/test_exchange.py::test_requests_travel_between_any_two_data_parallel_groups",
-        )
+        return Cell(Status.BYTES, f"{_DIVIDED}::test_each_data_parallel_group_sends_its_own_requests")
+    if shape is Shape.CONTEXT:
+        return _sglang_context(family)
     if family.draft is not None:
-        test = "tests/unit/engines/test_sglang_layouts.py::test_a_draft_models_cache_may_be_missing_on_the_other_side"
-        return Cell(Status.NOT_YET, test, "a draft model's layers go to as many ranks alone, or stay behind")
-    if name in _SPARSE:
+        if shape is Shape.STAGES:
+            return Cell(Status.BYTES, f"{_DRAFTS}::test_a_draft_model_is_sent_by_the_last_pipeline_stage")
+        test = f"{_DRAFTS}::test_a_draft_models_cache_is_cut_by_its_own_heads"
+        if shape is Shape.PAGES:
+            return Cell(Status.NOT_YET, test, "nobody has tried pages of other sizes beside a draft model")
+        return Cell(Status.BYTES, test)
+    if name in SPARSE:
         if shape is Shape.TENSOR:
             return Cell(Status.BYTES, f"{SGLANG_FOLDER}/test_companions.py::test_the_index_goes_with_its_latents")
         test = f"{SGLANG_FOLDER}/test_companions.py::test_what_cannot_be_cut_alike_is_refused"
         if shape is Shape.PAGES:
             return Cell(Status.ENGINE, test, "SGLang sets the size of pages itself where attention is sparse, to 64")
-    if shape is Shape.STAGES and name not in _SGLANG_FULL_ATTENTION:
-        if name in _SPARSE:
-            test = "tests/unit/engines/test_sglang_companions.py::test_a_stages_index_is_that_of_its_layers"
-            return Cell(Status.NOT_YET, test, "stages are described, and no request has crossed from one")
-        test = f"{_MADE}::test_stages_with_more_than_full_attention_are_refused[{name}]"
-        return Cell(Status.NOT_YET, test, "stages are described of full attention alone")
+    if shape is Shape.STAGES and name in SPARSE:
+        test = "tests/unit/engines/test_sglang_companions.py::test_a_stages_index_is_that_of_its_layers"
+        return Cell(Status.NOT_YET, test, "stages are described, and no request has crossed from one")
+    if shape is Shape.STAGES and name in STATES:
+        return Cell(Status.BYTES, f"{_SGLANG_STAGES}::test_stages_have_their_own_recurrent_state")
+    if shape is Shape.STAGES and name in _SGLANG_WINDOWS:
+        return Cell(Status.BYTES, f"{_SGLANG_STAGES}::test_stages_have_their_own_full_attention_and_windows")
     if (name, shape) in _SGLANG_TOKENS:
         return Cell(Status.TOKENS, f"{SGLANG_FOLDER}/{_SGLANG_TOKENS[name, shape]}")
     test, case = {
@@ -176,6 +198,19 @@ def sglang_cell(family: Family, shape: Shape) -> Cell:
         Shape.STAGES: ("test_stages_of_the_prefill_side_send_their_layers", name),
     }[shape]
     return Cell(Status.BYTES, f"{_MADE}::{test}[{case}]")
+
+
+def _sglang_context(family: Family) -> Cell:
+    if family.draft is not None or family.name in (*_SGLANG_WINDOWS, *SPARSE):
+        return Cell(
+            Status.NOT_YET,
+            "tests/unit/engines/test_sglang_layouts.py::test_what_sglang_does_not_divide_by_token_is_refused_there",
+            "SGLang keeps windows, an index and a draft model's cache whole on ranks that divide tokens (`--dcp-size`)",
+        )
+    if family.name in STATES:
+        test = "test_state_is_divided_among_context_parallel_ranks_that_share_their_group"
+        return Cell(Status.BYTES, f"{_DIVIDED}::{test}")
+    return Cell(Status.BYTES, f"{_DIVIDED}::test_tokens_may_go_round_on_both_sides")
 
 
 def cells() -> Iterator[tuple[str, Family, Shape, Cell]]:

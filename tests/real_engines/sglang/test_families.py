@@ -33,16 +33,20 @@ SIZES = (1, 2, 4)
 ROOMS = range(4)
 
 
+HERE = "tests/real_engines/sglang/test_families.py::"
+
+
 def status(family: Family, shape: FamilyShape) -> Status:
     return sglang_cell(family, shape).status
 
 
 def exchanged(shape: FamilyShape) -> list[Family]:
-    """The families of which a shape is exchanged, and whose pools SGLang makes on a machine without a GPU."""
+    """The families of which a shape is exchanged here, or between real engines."""
     return [
         each
         for each in FAMILIES
-        if status(each, shape) in (Status.TOKENS, Status.BYTES) and each.sglang_pools == "configurator"
+        if status(each, shape) is Status.TOKENS
+        or (status(each, shape) is Status.BYTES and sglang_cell(each, shape).test.startswith(HERE))
     ]
 
 
@@ -100,16 +104,9 @@ def test_the_tests_that_cells_name_are_run():
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@of_families([each for each in exchanged(FamilyShape.TENSOR) if status(each, FamilyShape.STAGES) is Status.NOT_YET])
-def test_stages_with_more_than_full_attention_are_refused(built: Built):
-    """Once they are described this fails, and their line in tests/support/family_cells.py changes."""
-    with pytest.raises(LayoutError, match="with pipeline stages nothing but full attention can be described"):
-        built.engine(Shape(pp=2))
-
-
 @of_families([each for each in FAMILIES if "without_attention" in sglang_cell(each, FamilyShape.TENSOR).test])
 def test_a_family_without_attention_is_refused(built: Built):
-    """As above."""
+    """Once it is described this fails, and its line in tests/support/family_cells.py changes."""
     with pytest.raises(LayoutError, match="this model has no layer with full attention"):
         built.engine(Shape())
 
