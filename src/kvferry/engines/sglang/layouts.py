@@ -324,6 +324,8 @@ class _Pools:
         pages: int,
     ) -> Shard:
         page_bytes = len(box[1]) * page.axis.size * (page.tokens if page.entry is Entry.TOKEN else 1)
+        if len(buffers):  # what SGLang lists may be a part of larger items
+            page_bytes = buffers.item_bytes[0]
         return Shard(
             component=component,
             box=(*box, Interval(0, page.axis.size)),
