@@ -90,7 +90,8 @@ def figures(pages: Pages, repeats: int, endpoint: kf.DecodeEndpoint, rooms: iter
     tokens, group = PAGE_TOKENS * len(pages), endpoint.layout.groups[0]
     blocks = [Block(int(each)) for each in pages]
     worker: Any = WorkerSide.__new__(WorkerSide)
-    worker._pages_per_block, worker._page_tokens = {group.name: 1}, {group.name: PAGE_TOKENS}
+    worker._pages_per_block, worker._layout_groups = {group.name: 1}, {group.name: group}
+    worker._share_of = endpoint.layout.share_of
     rows, given = pages.astype(np.int32), GroupBlocks(0, pages)
     return {
         "open": median_us(lambda: endpoint.open(next(rooms), rows), repeats, end),

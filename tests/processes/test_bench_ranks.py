@@ -55,7 +55,7 @@ def test_a_variant_whose_settings_are_impossible_is_refused_and_the_next_one_hos
     pair: tuple[PrefillRank, DecodeRank], monkeypatch: pytest.MonkeyPatch
 ):
     impossible = Variant("direct", {"path": "staged", "staging_ring_mib": 0.5, "staging_chunk_mib": 1.0})
-    monkeypatch.setattr(ranks, "VARIANTS", {**VARIANTS, "direct": impossible})
+    monkeypatch.setattr(ranks, "variant_of", {**VARIANTS, "direct": impossible}.__getitem__)
     started, connected = start(pair)
     assert started.refused["direct"].startswith("SettingsError: ")
     assert "KVFERRY_STAGING_RING_MIB" in started.refused["direct"]

@@ -192,6 +192,10 @@ class Links:
             lambda: self._context.submit(partial(self._looked_up, link, *look_up(self._context.registry, link.key)))
         )
 
+    def _is_relied_on(self, link: Link) -> bool:
+        """Whether anybody waits for a link; else a lost engine is looked up for a proof of its end."""
+        return link in self.rooms_of or bool(self._waiting(link))
+
     def _looked_up(self, link: Link, view: EngineView | None, problem: KVFerryError | None, now: float) -> None:
         """Takes what the registry says: greets the ranks if they are all there, else asks again some time."""
         if view is not None and view.registrations:
@@ -201,7 +205,7 @@ class Links:
             self.fail(link, problem, now)
         elif problem is not None:
             link.problem = problem
-            if link in self.rooms_of or self._waiting(link):  # else a lost engine is looked up for a proof of its end
+            if self._is_relied_on(link):
                 self._missed.missed(link.key.engine, problem, now)
             link.look_up_at = now + link.next_pause_s(self._context.platform.jitter())
         else:
@@ -289,8 +293,9 @@ class Links:
         """Gives a link up, and every room that relies on it. It stays connected while a rank may still write."""
         if link.is_given_up:
             return
-        log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
-        self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
+        if link.state is LinkState.READY or self._is_relied_on(link):
+            log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
+            self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
         link.is_given_up = True
         self.retired.append(link)
