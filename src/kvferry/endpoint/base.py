@@ -46,6 +46,10 @@ class Driver(Protocol):
     def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
 
+    @property
+    def open_rooms(self) -> int:
+        """Number of rooms that are not done."""
+
 
 class Endpoint(ABC):
     """One rank of an engine. A context manager; its methods may be called from any thread."""
@@ -124,9 +128,9 @@ class Endpoint(ABC):
         return self._driver.health
 
     @property
-    @abstractmethod
     def open_rooms(self) -> int:
-        """Number of rooms that are not done."""
+        """Number of rooms that have not ended on this rank, or for which something may still be written or read."""
+        return self._driver.open_rooms
 
     @abstractmethod
     def status(self) -> EndpointStatus:
@@ -136,10 +140,10 @@ class Endpoint(ABC):
         self,
         now: float,
         *,
-        problem: str,
         rooms: Sequence[RoomStatus],
         peers: Sequence[PeerStatus],
         staging: StagingStatus,
+        problem: str = "",
         quarantine: Sequence[LostPeerStatus] = (),
     ) -> EndpointStatus:
         """Builds the status; its problem is empty if nothing is wrong with the endpoint."""

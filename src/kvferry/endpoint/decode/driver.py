@@ -12,14 +12,20 @@ import threading
 from collections.abc import Collection
 
 from kvferry.control.ends import Connection
+from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.runtime.platform import Closing
+from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import Loop
 from kvferry.errors import KVFerryError, PeerError
+from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.settings import Settings
+from kvferry.staging.receiving import ReceivingStaging
+from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
@@ -43,18 +49,48 @@ class DecodeDriver(Loop):
 
     reads_input = True
 
-    def __init__(self, context: DecodeContext) -> None:
-        """Starts the thread."""
-        self.context = context
-        self._now = context.platform.now
-        self.rooms = ReceivingRooms(context)
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        settings: Settings,
+        *,
+        platform: Platform,
+        observer: Observer,
+        registry: RegistryClient,
+    ) -> None:
+        """Registers the memory and starts the thread.
+
+        Args:
+            transport: takes what arrives.
+            platform: the machine.
+            observer: is told what happens.
+            registry: where prefill engines are looked up.
+
+        Raises:
+            SettingsError: if a setting is impossible.
+            TransportError: if the memory cannot be registered.
+        """
+        staging = ReceivingStaging(settings, identity.layout, transport, platform.staging)
+        transport.register(identity.layout.regions(), identity.layout.device)
+        self.context = DecodeContext(
+            identity=identity,
+            transport=transport,
+            registry=registry,
+            settings=settings,
+            staging=staging,
+            platform=platform,
+            observer=observer,
+        )
+        self._now = platform.now
+        self.rooms = ReceivingRooms(self.context)
         self._links = self.rooms.links
         self._connections = self.rooms.links.connections
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
         self._is_stopping = threading.Event()
-        self._thread = context.platform.start(context.thread_name, self)
+        self._thread = platform.start(self.context.thread_name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
@@ -71,8 +107,20 @@ class DecodeDriver(Loop):
             total_bytes=sum(ring.memory.num_bytes for ring in rings), used_bytes=sum(ring.held_bytes for ring in rings)
         )
 
-    def closing(self) -> Closing:
-        """Ends the threads and closes every link, step by step: yields what to wait for, and until when."""
+    @property
+    def open_rooms(self) -> int:
+        """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
+        return len(self.rooms.open)
+
+    def closing(self, deadline: float) -> Closing:
+        """Fails open rooms, ends the threads and closes every link, step by step: yields what to wait for, until when.
+
+        Args:
+            deadline: until when rooms may take to end.
+        """
+        self.rooms.close()
+        # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
+        yield lambda: not self.rooms.open, deadline
         self._is_stopping.set()
         self.context.end.wake()
         yield lambda: not self._thread.is_alive, float("inf")

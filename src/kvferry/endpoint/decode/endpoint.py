@@ -9,7 +9,6 @@ from typing import SupportsIndex
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
-from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Receiver
@@ -18,7 +17,6 @@ from kvferry.observe.status import EndpointStatus, Side
 from kvferry.plan.requests.chunks import AnyPages
 from kvferry.protocol.links.link import LinkKey
 from kvferry.settings import Settings
-from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
 
@@ -51,16 +49,13 @@ class DecodeEndpoint(Endpoint):
             engine: this engine's name, for messages.
             coordinates: this rank's place in the engine; the only rank by default.
             settings: read from the environment if None.
-            transport: made as the settings say if None; closed together with the endpoint.
-            registry: where prefill engines are looked up, as the settings say if None; closed together with the
-                endpoint.
-            fingerprint: what the caches are beyond their layout, as for `PrefillEndpoint`. Prefill engines that say
-                another of any field are refused, unless the setting may_differ names it.
+            transport: made as the settings say if None; closed with the endpoint.
+            registry: where prefill engines are looked up, as the settings say if None; closed with the endpoint.
+            fingerprint: what the caches are beyond their layout, as for `PrefillEndpoint`.
             platform: the machine; this one if None.
 
         Raises:
-            LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
-                impossible.
+            LayoutError: if layout and coordinates disagree, or a field of the fingerprint is impossible.
             SettingsError: if a setting is impossible, or no engine can have that name.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
@@ -70,18 +65,13 @@ class DecodeEndpoint(Endpoint):
             undo.callback(self.transport.close)
             self._registry_client = registry or self._platform.registry(self.settings, self.settings.registry_address)
             self._registry_client.load()  # now, before a room waits for it
-            staging = ReceivingStaging(self.settings, layout, self.transport, self._platform.staging)
-            self.transport.register(layout.regions(), layout.device)
             self._driver = DecodeDriver(
-                DecodeContext(
-                    identity=self._identity,
-                    transport=self.transport,
-                    registry=self._registry_client,
-                    settings=self.settings,
-                    staging=staging,
-                    platform=self._platform,
-                    observer=self._telemetry.observer,
-                )
+                self._identity,
+                self.transport,
+                self.settings,
+                platform=self._platform,
+                observer=self._telemetry.observer,
+                registry=self._registry_client,
             )
             undo.pop_all()
             undo.callback(self.close)
@@ -107,21 +97,18 @@ class DecodeEndpoint(Endpoint):
 
         Args:
             room: the request's number on both sides. `PrefillEndpoint.open` says when it may be used again.
-            pages: page numbers in this rank's pool for the part of the request that is missing here, in order. Empty
-                if nothing is missing: then only aux data and completion come. With several groups a mapping from every
-                group's name to page numbers, or to `GroupPages` that say with which page of the request they start. A
-                window's pages start with the page of its first token, the group of a request's state has one slot.
+            pages: page numbers in this rank's pool for what is missing here, in order; none if nothing is: then only
+                aux data and completion come. With several groups a mapping from every group's name to page numbers, or
+                to `GroupPages` that say with which page of the request they start. A window's pages start with the page
+                of its first token, the group of a request's state has one slot.
             engine: the prefill engine's name.
             prefill_dp_rank: the data-parallel group there that has the request.
             prefix_tokens: tokens at the start of the request that this side already holds. The pages start with the
                 one that holds the next token, and what they hold before it stays as it is.
             tokens: how many tokens the request has. Without it the last page counts as full. Needed with context
                 parallelism, and with windows unless their `GroupPages` say where they start.
-            share_tokens: how many of these, the prefix included, the engine keeps on this rank, by its own count;
-                compared with the layout's. Needed where context parallelism divides a request by its length, since
-                engines round in more than one way.
-            depends_on: digests of what the request's cache depends on, by name, as for `PrefillEndpoint.open`: the room
-                fails on both sides before anything is sent if the prefill side's request has others.
+            share_tokens: how many of these the engine keeps on this rank, as for `PrefillEndpoint.open`.
+            depends_on: digests of what the request's cache depends on, as for `PrefillEndpoint.open`.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
@@ -141,15 +128,9 @@ class DecodeEndpoint(Endpoint):
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
 
-        The room fails there at once and names the reason, instead of waiting for bootstrap_timeout_s; also where it is
-        opened within that time. Where a transfer of that number is open here it goes on, and the refusal is for the
+        The room fails there at once and names the reason, which is in words, also where it is opened within
+        bootstrap_timeout_s. Where a transfer of that number is open here it goes on, and the refusal is for the
         number's next use. Returns at once and does no I/O, and nothing once the endpoint is closed.
-
-        Args:
-            room: the request's number on both sides.
-            reason: why, in words.
-            engine: the prefill engine's name.
-            prefill_dp_rank: the data-parallel group there that has the request.
 
         Raises:
             UsageError: if the number is out of range, or the process was forked from the endpoint's.
@@ -175,8 +156,7 @@ class DecodeEndpoint(Endpoint):
 
         Raises:
             IncompatiblePeerError: if the two sides cannot exchange caches, naming both values.
-            KVFerryError: if the engine cannot be reached or refuses for another reason.
-            TransferTimeoutError: if it is not there in time.
+            KVFerryError: if the engine refuses for another reason; a TransferTimeoutError if it is not there in time.
             SettingsError: if no engine can have that name.
             UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.
@@ -195,36 +175,25 @@ class DecodeEndpoint(Endpoint):
             endpoint: the prefill rank's name, as in the status's `quarantine`.
 
         Raises:
-            UsageError: if nothing waits for the end of such a rank, or an operator's word does not count here
-                (end_proofs).
+            UsageError: if nothing waits for that rank's end, or an operator's word does not count here (end_proofs).
         """
         self._driver.rooms.links.quarantine.take_word(endpoint)
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
-        now = self._platform.now()
+        now, rooms = self._platform.now(), self._driver.rooms
         return self._status(
             now,
-            problem="",
-            rooms=self._driver.rooms.statuses(now),
-            peers=self._driver.rooms.links.statuses(now),
+            rooms=rooms.statuses(now),
+            peers=rooms.links.statuses(now),
             staging=self._driver.staging,
-            quarantine=self._driver.rooms.quarantine(now),
+            quarantine=rooms.quarantine(now),
         )
-
-    @property
-    def open_rooms(self) -> int:
-        """Number of rooms that have not ended, still quarantine pages, or may still be open on a prefill rank."""
-        return len(self._driver.rooms.open)
 
     def _closing(self) -> Closing:
         if self._has_closed:
             return
-        deadline = self._platform.now() + self.settings.close_timeout_s
-        self._driver.rooms.close()
-        # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
-        yield lambda: not self.open_rooms, deadline
-        yield from self._driver.closing()
+        yield from self._driver.closing(self._platform.now() + self.settings.close_timeout_s)
         self._telemetry.close()
         self._registry_client.close()
         self.transport.close()

@@ -164,6 +164,11 @@ class PrefillDriver(Loop):
         return tuple(thread.health for thread in (*self._threads, *self.workers.threads))
 
     @property
+    def open_rooms(self) -> int:
+        """Number of rooms that have not ended, or still have writes in flight."""
+        return len(self.rooms)
+
+    @property
     def staging(self) -> StagingStatus:
         """How much memory the rings of decode ranks have, how much of it is in use, and how many rooms wait for it."""
         rings = [peer.attachment.paths.staged for peer in self.ranks.peers() if peer.attachment is not None]

@@ -109,11 +109,6 @@ class PrefillEndpoint(Endpoint):
             staging=self._driver.staging,
         )
 
-    @property
-    def open_rooms(self) -> int:
-        """Number of rooms that have not ended, or still have writes in flight."""
-        return len(self._driver.rooms)
-
     def open(
         self,
         room: SupportsIndex,
