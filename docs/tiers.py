@@ -16,7 +16,14 @@ CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 MARKS = "<!-- tiers -->\n", "<!-- /tiers -->"
 
 TIERS = {"quick": "make test", "full": "make test-all", "long": "make test-long"}
-FILES = {"vllm": "full", "sglang": "full", "vllm-long": "long", "sglang-long": "long"}
+FILES = {
+    "vllm": "full",
+    "vllm-servers": "full",
+    "sglang": "full",
+    "sglang-servers": "full",
+    "vllm-long": "long",
+    "sglang-long": "long",
+}
 """Runs that are part of a tier under another name: those in environments of their own."""
 
 PROVES = {

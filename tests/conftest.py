@@ -54,7 +54,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.freeze()
 
 
-@pytest.hookimpl(optionalhook=True)  # environments of engines have no pytest-xdist
+@pytest.hookimpl(optionalhook=True)  # whoever runs one test may have no pytest-xdist
 def pytest_xdist_auto_num_workers() -> int:
     """As many processes as processors that we may use, with `-n auto`."""
     return min(max(_FEWEST_WORKERS, len(os.sched_getaffinity(0))), _MOST_WORKERS)
@@ -93,10 +93,10 @@ def _not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hands tests out, in the order in which they were collected."""
+    """Hands out whole modules, in the order in which they were collected, unless `--dist` asks for single tests."""
     from tests.support.distribution import ByModule
 
-    return ByModule(config, log)
+    return ByModule(config, log) if config.getvalue("dist") == "loadscope" else None
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from tests.real_engines.sglang.engine import EngineProcess, Shape
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, check_stages
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
 ENDS_S = 5.0
 """By when both sides have ended after one has refused a request."""

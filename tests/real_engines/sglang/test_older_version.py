@@ -21,6 +21,7 @@ from kvferry.engines.sglang.plugin import engine_version
 from kvferry.errors import UsageError
 
 pytestmark = [
+    pytest.mark.servers,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         engine_version() not in TRIED[:-1], reason="the newest SGLang that was tried: the other files show more of it"

@@ -20,7 +20,7 @@ from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 
 from kvferry.applications.up.supervision import free_ports
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.long]
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900), pytest.mark.long]
 
 
 class RustServer:

@@ -15,7 +15,7 @@ from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 TOKENS = 8
 GIVEN = prompts(60, 4, shortest=20, longest=300)

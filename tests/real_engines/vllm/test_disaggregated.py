@@ -16,7 +16,7 @@ from tests.support.waiting import eventually
 
 from kvferry.engines.vllm.parameters import ROOM
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
 ENDS_S = 5.0
 """By when both sides have ended, and have all blocks back, after one has refused a request."""

@@ -11,7 +11,7 @@ from examples.tiny_model import write
 from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.vllm.engine import ENVIRONMENT
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),
