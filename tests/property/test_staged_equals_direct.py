@@ -258,7 +258,7 @@ def staging_memory(memory: Staging) -> StagingMemory:
 
 # ---- the law --------------------------------------------------------------------------------------------------------
 
-EXAMPLES = 200
+EXAMPLES = 120
 chunk_sizes = st.sampled_from([1, 64, 100, 256, 1000, 1 << 20])
 
 
