@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import psutil
+from tests.real_engines.alone import check_alone
 
 from kvferry.applications.up.supervision import free_ports
 
@@ -41,6 +42,7 @@ class Deployment:
             engine_options: of all servers.
             environment: variables that all have.
         """
+        check_alone()
         (self.port,) = free_ports(1)
         command = [sys.executable, "-m", "kvferry", "up", "--model", str(model), "--port", str(self.port)]
         command += ["--logs", str(logs), "--timeout-s", str(READY_S), *options, "--", *engine_options]

@@ -19,6 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import psutil
+from tests.real_engines.alone import check_alone
 from tests.real_engines.sglang.forking import FORKING
 
 START_S = 480.0
@@ -166,6 +167,7 @@ class EngineProcess:
 
     def __init__(self, shape: Shape) -> None:
         """Begins to start it."""
+        check_alone()
         self._pipe, theirs = FORKING.Pipe()
         self._process = FORKING.Process(target=_run, args=(theirs, shape))
         self._process.start()

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import pytest
+from tests.real_engines.alone import check_alone
 from tests.real_engines.sglang.crossings import Members, Request
 from tests.real_engines.sglang.forking import FORKING
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
@@ -50,6 +51,7 @@ class RankProcess:
     """A rank, from outside."""
 
     def __init__(self, *arguments: Any) -> None:
+        check_alone()
         self._pipe, theirs = FORKING.Pipe()
         self._process = FORKING.Process(target=serve, args=(theirs, *arguments))
         self._process.start()

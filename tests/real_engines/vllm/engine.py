@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from tests.real_engines.alone import check_alone
+
 START_S = 400.0
 ANSWER_S = 120.0
 
@@ -517,6 +519,7 @@ class EngineProcess:
 
     def __init__(self, shape: Shape) -> None:
         """Begins to start it; `started` waits."""
+        check_alone()
         self.shape = shape
         context = get_context("forkserver")
         context.set_forkserver_preload(["tests.real_engines.vllm.preload"])
