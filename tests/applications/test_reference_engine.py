@@ -38,7 +38,7 @@ PROMPTS = read_prompts()
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens, tier):
     model = seeded_model(architecture)
-    for prompt in PROMPTS[4:5] if chunk_tokens == 1 else PROMPTS[: tier.amount(quick=2, full=4, long=8)]:
+    for prompt in PROMPTS[4:5] if chunk_tokens == 1 else PROMPTS[: tier.amount(quick=2, full=2, long=8)]:
         token_ids = model.tokenize(prompt)
         prefilled = prefill_whole(model, token_ids, chunk_tokens)
         undivided = model.generate_undivided(token_ids, chunk_tokens, NEW_TOKENS)

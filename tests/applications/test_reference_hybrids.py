@@ -157,9 +157,9 @@ def test_a_restored_cache_is_the_one_that_was_captured(architecture):
 @pytest.mark.sampled(one_in=7)
 @pytest.mark.parametrize("chunk_tokens", [31, 32, 33, 3, 2, 1])
 @pytest.mark.parametrize("architecture", HYBRIDS)
-def test_chunks_around_the_window_and_the_kernel(architecture, chunk_tokens):
+def test_chunks_around_the_window_and_the_kernel(architecture, chunk_tokens, tier):
     model = seeded_model(architecture)
-    for prompt in PROMPTS[: 1 if chunk_tokens == 1 else 2]:
+    for prompt in PROMPTS[: tier.amount(quick=1, full=1, long=2)]:
         for length in (1, 2, 31, 32, 33, 64):
             token_ids = model.tokenize(prompt * 3)[:length]
             prefilled = prefill_whole(model, token_ids, chunk_tokens)
