@@ -105,6 +105,7 @@ def test_a_vllm_that_has_changed_is_refused(
     assert "refuses to serve with it" in str(caught.value)
 
 
+@pytest.mark.servers
 def test_a_server_whose_vllm_has_changed_does_not_start(tmp_path: Path):
     shape = Shape(write("qwen3", tmp_path), role="kv_both", name="changed", lacks="get_transfer_results")
     engine = EngineProcess(shape)
