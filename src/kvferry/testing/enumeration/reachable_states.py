@@ -45,6 +45,8 @@ class World:
             *(each.property(lambda node: node.has_ended and node.use < _USES) for each in self.prefills),
             *(each.property(lambda node: node.has_ended and node.use < _USES) for each in self.decodes),
         ]
+        self._decode_has_ended = [each.property(lambda node: node.has_ended) for each in self.decodes]
+        self._writers = [each.property(lambda node: node.writers) for each in self.decodes]
         self._prefill_moves = [each.property(_prefill_moves) for each in self.prefills]
         self._decode_moves = [each.property(_decode_moves) for each in self.decodes]
         self._holds_source = [each.property(lambda node: node.holds_pages()) for each in self.prefills]
@@ -156,7 +158,9 @@ class World:
 
     def _of_nodes(self, state: State) -> Iterator[Move]:
         for number in range(self.shape.prefills):
-            for what, is_fault in self._prefill_moves[number](state.prefills[number]):
+            awaits_nobody = self._awaits_nobody(state, number)
+            for what, is_wrong in self._prefill_moves[number](state.prefills[number]):
+                is_fault = is_wrong and not (what == "late" and awaits_nobody)
                 if state.faults or not is_fault:
                     yield self._acts(state, "p", number, what, is_fault)
             for decode in range(self.shape.decodes):
@@ -169,6 +173,17 @@ class World:
                     yield self._acts(state, "d", number, what, is_fault)
             if state.faults and self._is_attached[number](state.decodes[number]):
                 yield from self._given_up(state, number)
+
+    def _awaits_nobody(self, state: State, prefill: int) -> bool:
+        """Whether a prefill rank has nothing to send, and all whom it could hear from have ended.
+
+        It hears of that only through an open request, and where that was lost with the link its deadline has to pass:
+        docs/reliability.md, "What is not promised".
+        """
+        return all(
+            has_ended(number) and prefill not in writers(number)
+            for has_ended, writers, number in zip(self._decode_has_ended, self._writers, state.decodes, strict=True)
+        )
 
     def _acts(self, state: State, node: str, number: int, what: str, is_fault: bool) -> Move:
         after = self._after(state, node, number, (what,))
