@@ -362,8 +362,10 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
 
 
 def _wait_until(moment: float) -> None:
-    """Waits as for a device, which takes no processor."""
-    time.sleep(max(0.0, moment - time.monotonic()))
+    """Waits as for a device, which takes no processor. Not at all where it has come: to sleep gives the lock away."""
+    left_s = moment - time.monotonic()
+    if left_s > 0:
+        time.sleep(left_s)
 
 
 def layer_ranges(options: BenchOptions) -> list[tuple[float, Mapping[str, Interval]]]:
