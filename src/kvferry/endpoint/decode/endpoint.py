@@ -156,7 +156,7 @@ class DecodeEndpoint(Endpoint):
 
         Raises:
             IncompatiblePeerError: if the two sides cannot exchange caches, naming both values.
-            KVFerryError: if the engine refuses for another reason; a TransferTimeoutError if it is not there in time.
+            KVFerryError: if it cannot be reached or refuses otherwise; TransferTimeoutError if it is not there in time.
             SettingsError: if no engine can have that name.
             UsageError: if the process was forked from the endpoint's.
             EndpointClosedError: if the endpoint was closed.

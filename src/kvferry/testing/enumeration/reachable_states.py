@@ -158,9 +158,8 @@ class World:
 
     def _of_nodes(self, state: State) -> Iterator[Move]:
         for number in range(self.shape.prefills):
-            awaits_nobody = self._awaits_nobody(state, number)
             for what, is_wrong in self._prefill_moves[number](state.prefills[number]):
-                is_fault = is_wrong and not (what == "late" and awaits_nobody)
+                is_fault = is_wrong and not (what == "late" and self._awaits_nobody(state, number))
                 if state.faults or not is_fault:
                     yield self._acts(state, "p", number, what, is_fault)
             for decode in range(self.shape.decodes):
