@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from _pytest.mark import ParameterSet
 from tests.support.clones import ROOT, blocks, make_clone
+from tests.support.commands import CommandProcess
 from tests.support.real_transport import skip_unless_installed
 
 skip_unless_installed()
@@ -71,7 +74,25 @@ def cases() -> Iterator[ParameterSet]:
         shown.add(sort)
 
 
-@pytest.mark.parametrize("command", list(cases()))
+CASES = list(cases())
+DEMO = ".venv/bin/kvferry demo "
+DEMOS = [case for case in CASES if str(case.values[0]).startswith(DEMO)]
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[CommandProcess]:
+    with closing(CommandProcess()) as process:
+        yield process
+
+
+@pytest.mark.parametrize("command", DEMOS)
+def test_a_demo_of_the_readme_works(process: CommandProcess, command: str):
+    """In one process, one after the other: that the installed command starts is seen by the others."""
+    run = process.kvferry(*shlex.split(command)[1:])
+    assert run.returncode == 0, run.stdout + run.stderr
+
+
+@pytest.mark.parametrize("command", [case for case in CASES if case not in DEMOS])
 def test_a_command_of_the_readme_works(command: str, tmp_path: Path):
     clone = make_clone(tmp_path, ".venv")
     (clone / "config.json").write_text(CONFIG)
