@@ -274,6 +274,9 @@ class _Engine:
     def submitted_chunks(self) -> int:
         return self.chunks.count
 
+    def chunks_of_some_layers(self) -> int:
+        return self.chunks.of_some_layers
+
     def plant(self, fault: str) -> None:
         self.faults.plant(fault)
 
@@ -298,17 +301,19 @@ class Messages(logging.Handler):
 
 
 class CountedSubmissions:
-    """How many chunks this process has handed in."""
+    """How many chunks this process has handed in, and how many of them have some layers alone."""
 
     def __init__(self) -> None:
         from kvferry.endpoint import Sender
 
         self.count = 0
+        self.of_some_layers = 0
         original = Sender.submit
 
         def submit(sender: Sender, *arguments: Any, **named: Any) -> None:
             original(sender, *arguments, **named)
             self.count += 1
+            self.of_some_layers += "layers" in named
 
         Sender.submit = submit  # type: ignore[method-assign, assignment]
 
@@ -351,6 +356,7 @@ class Faults:
             "no chunk": lambda: self._clear_layers(lambda _, spec: type(spec).__name__ == "ChunkedLocalAttentionSpec"),
             "no draft": lambda: self._clear_layers(lambda name, _: name in self._engine.draft_layers),
             "the last chunk is missing": self._skip_last,
+            "layers leave before they are computed": self._send_early,
             "no end": self._withhold_last,
             "no more steps": self._hold,
             "choices copy nothing": self._skip_copies,
@@ -445,6 +451,20 @@ class Faults:
             original(requests, request, opens, groups, fence, last=last)
 
         self._replace(OutgoingRequests, "add", skipping)
+
+    def _send_early(self) -> None:
+        """All layers but the last range leave as soon as the model is through with the first one."""
+        from kvferry.engines.vllm.layer_ranges import LayerRanges
+        from kvferry.engines.vllm.worker import WorkerSide
+
+        original = WorkerSide._send
+
+        def slowly(side: WorkerSide, *arguments: Any) -> None:
+            original(side, *arguments)
+            time.sleep(0.1)  # in which they are read
+
+        self._replace(LayerRanges, "before", lambda ranges, number: ranges.count - 1)
+        self._replace(WorkerSide, "_send", slowly)
 
     def _withhold_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests

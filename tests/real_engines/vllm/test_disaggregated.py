@@ -83,6 +83,29 @@ def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
     assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
 
 
+LAYERS = {"layer_ranges": 4}
+
+
+def test_layers_leave_while_the_next_ones_are_computed(engines: Engines):
+    """Of a model of four layers, in steps of 64 tokens, and of one step for a prompt that is in the prefix cache."""
+    pair = Pair(engines.prefill("prefill-layers", step_tokens=64, settings=LAYERS), engines.decode("decode"))
+    each = prompts(7)
+    before = pair.prefill.ask("chunks_of_some_layers")
+    check(engines, pair, each, "layers")
+    assert pair.prefill.ask("chunks_of_some_layers") - before > 2 * 3 * len(each)
+
+
+def test_layers_that_leave_before_they_are_computed_change_the_tokens(engines: Engines):
+    pair = Pair(engines.prefill("prefill-layers", step_tokens=64, settings=LAYERS), engines.decode("decode"))
+    each = prompts(17, 4, shortest=200)
+    pair.prefill.ask("plant", "layers leave before they are computed")
+    outputs = pair.run(each, "early")
+    pair.prefill.ask("heal")
+    right = engines.alone().started().generate(each, COUNT)
+    assert all(output.tokens for output in outputs)
+    assert [output.tokens for output in outputs] != right
+
+
 def test_what_the_decode_side_has_does_not_travel(engines: Engines, both: Pair):
     (prompt,) = prompts(8, 1, shortest=600)
     first = both.run([prompt[:400]], "cold")
@@ -178,10 +201,14 @@ def test_a_prefill_engine_that_is_killed_fails_or_costs_a_recomputation(engines:
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_an_abort_in_the_middle_gives_every_block_back_on_both_sides(engines: Engines, side: str):
+@pytest.mark.parametrize("settings", [{}, LAYERS], ids=["whole steps", "layers"])
+def test_an_abort_in_the_middle_gives_every_block_back_on_both_sides(
+    engines: Engines, side: str, settings: dict[str, int]
+):
     """The prefill engine stands still with a prompt half computed, or has computed it and withholds its end."""
-    pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
-    free, name = pair.free_blocks(), f"aborted-{side}"
+    called = "prefill-layers" if settings else "prefill-chunked"
+    pair = Pair(engines.prefill(called, step_tokens=64, settings=settings), engines.decode("decode"))
+    free, name = pair.free_blocks(), f"aborted-{side}-{called}"
     (prompt,) = prompts(12 + len(side), 1, shortest=600)
     pair.prefill.ask("plant", {"prefill": "no more steps", "decode": "no end"}[side])
 
@@ -202,7 +229,7 @@ def test_an_abort_in_the_middle_gives_every_block_back_on_both_sides(engines: En
         assert "aborted on the prefill side" in pair.said
     else:
         pair.prefill.output(name)
-    check(engines, pair, prompts(13, 4), f"after-{side}")
+    check(engines, pair, prompts(13, 4), f"after-{side}-{called}")
 
 
 def test_a_decode_engine_that_aborts_lets_both_sides_go_on(engines: Engines, both: Pair):
@@ -276,15 +303,19 @@ def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines,
     assert any(tmp_path.rglob("*.safetensors")), "the other connector did nothing: the test shows nothing"
 
 
-def test_requests_that_are_preempted_while_they_are_sent_end_well_or_are_computed_again(engines: Engines):
+@pytest.mark.parametrize("settings", [{}, LAYERS], ids=["whole steps", "layers"])
+def test_requests_that_are_preempted_while_they_are_sent_end_well_or_are_computed_again(
+    engines: Engines, settings: dict[str, int]
+):
     """Requests that only the prefill engine has grow, and take blocks from those that are computed to be sent."""
-    prefill = engines.prefill("prefill-crowded", step_tokens=64, pool_mib=9)
+    called = f"prefill-crowded{'-layers' if settings else ''}"
+    prefill = engines.prefill(called, step_tokens=64, pool_mib=9, settings=settings)
     pair = Pair(prefill, engines.decode("decode-recompute", policy="recompute"))
     free, before = pair.free_blocks(), prefill.ask("preemptions")
     own, each = prompts(15, 3, shortest=200, longest=260), prompts(16, 6, shortest=400)
     for number, prompt in enumerate(own):
         prefill.submit(f"own-{number}", prompt, 300)
-    outputs = pair.run(each, "crowded")
+    outputs = pair.run(each, called)
     are_as_alone(engines, each, outputs)
     for number in range(len(own)):
         assert len(prefill.output(f"own-{number}").tokens) == 300

@@ -13,7 +13,8 @@ import pytest
 from tests.support.waiting import eventually
 
 import kvferry
-from kvferry import GroupPages
+from kvferry import GroupPages, Interval
+from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
 from kvferry.errors import ChunkError, QueueFullError
 from kvferry.protocol.transfer.states import TransferState
@@ -28,12 +29,14 @@ class Sender:
         self.pages_reusable = False
         self.refusal: Exception | None = None
         self.handed_in: list[tuple[dict[str, tuple[int, list[int]]], bool]] = []
+        self.layers: list[tuple[int, int] | None] = []
         self.aborted: list[str] = []
         self.callbacks: list[Callable[[], None]] = []
 
-    def submit(self, parts: dict[str, GroupPages], *, last: bool) -> None:
+    def submit(self, parts: dict[str, GroupPages], *, last: bool, layers: dict[str, Interval] | None = None) -> None:
         if self.refusal is not None:
             raise self.refusal
+        self.layers.append(None if layers is None else (layers["kv"].start, layers["kv"].stop))
         self.handed_in.append(
             ({name: (part.start or 0, np.asarray(part.pages).tolist()) for name, part in parts.items()}, last)
         )
@@ -271,3 +274,90 @@ def test_a_request_that_has_failed_takes_no_more_pages(outgoing: OutgoingRequest
     outgoing.give_up("r", "nobody wants it")
     assert sender.handed_in == []
     assert sender.aborted == ["nobody wants it"]
+
+
+# ---- layers that leave in ranges ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_thirds() -> Iterator[OutgoingRequests]:
+    """Of six layers."""
+    requests = OutgoingRequests(LayerRanges((2, 4), {"kv": 6}))
+    yield requests
+    requests.close()
+
+
+def add_layers(
+    outgoing: OutgoingRequests, sender: Sender, start: int, *pages: int, ranges: int, fence: Fence | None = None
+) -> None:
+    groups = {"kv": PagesToSend(start, np.array(pages, np.int64))} if pages else {}
+    outgoing.add_layers("r", lambda: cast(kvferry.Sender, sender), groups, fence, ranges)
+
+
+def test_layers_leave_while_the_next_ones_are_computed(in_thirds: OutgoingRequests):
+    sender = Sender()
+    add_layers(in_thirds, sender, 0, 7, 8, ranges=1)
+    add_layers(in_thirds, sender, 0, 7, 8, ranges=2)
+    assert (sender.layers, len(sender.handed_in)) == ([(0, 2), (2, 4)], 2)
+    add(in_thirds, sender, 0, 7, 8)
+    add(in_thirds, sender, 2, 9, last=True)
+    assert sender.layers == [(0, 2), (2, 4), (4, 6), None]
+    assert sender.handed_in == [({"kv": (0, [7, 8])}, False)] * 3 + [({"kv": (2, [9])}, True)]
+
+
+def test_the_last_layers_of_the_last_pages_end_the_request(in_thirds: OutgoingRequests):
+    sender = Sender()
+    add_layers(in_thirds, sender, 0, 7, ranges=2)
+    add(in_thirds, sender, 0, 7, last=True)
+    assert (sender.layers, [last for _, last in sender.handed_in]) == ([(0, 4), (4, 6)], [False, True])
+
+
+def test_layers_that_nobody_has_asked_for_leave_together(in_thirds: OutgoingRequests):
+    sender = Sender(TransferState.BOOTSTRAPPING)
+    add_layers(in_thirds, sender, 0, 7, ranges=1)
+    add(in_thirds, sender, 0, 7)
+    add(in_thirds, sender, 1, 8)
+    sender.change(state=TransferState.WAITING_FOR_INPUT)
+    eventually("they leave", lambda: sender.handed_in == [({"kv": (0, [7, 8])}, False)])
+    assert sender.layers == [None]
+
+
+def test_a_room_that_is_asked_for_amid_a_step_gets_the_layers_so_far_and_then_the_others(in_thirds: OutgoingRequests):
+    sender = Sender(TransferState.BOOTSTRAPPING)
+    add_layers(in_thirds, sender, 0, 7, ranges=1)
+    add_layers(in_thirds, sender, 0, 7, ranges=2)
+    sender.change(state=TransferState.WAITING_FOR_INPUT)
+    eventually("the layers so far leave", lambda: sender.layers == [(0, 4)])
+    add(in_thirds, sender, 0, 7)
+    assert sender.layers == [(0, 4), (4, 6)]
+
+
+def test_layers_wait_until_the_device_has_computed_them(in_thirds: OutgoingRequests):
+    sender, early, late = Sender(), Fence(), Fence()
+    add_layers(in_thirds, sender, 0, 7, ranges=1, fence=early)
+    add(in_thirds, sender, 0, 7, last=True, fence=late)
+    assert not sender.handed_in
+    early.reach()
+    eventually("the first layers leave", lambda: sender.layers == [(0, 2)])
+    late.reach()
+    eventually("the others leave", lambda: sender.layers == [(0, 2), (2, 6)])
+    assert [last for _, last in sender.handed_in] == [False, True]
+
+
+def test_a_preemption_with_some_layers_gone_fails_the_request(in_thirds: OutgoingRequests):
+    """The same pages need not come again: another step may compute more of them, or fewer."""
+    sender, late = Sender(), Fence()
+    add_layers(in_thirds, sender, 0, 7, ranges=1)
+    add(in_thirds, sender, 0, 7, fence=late)
+    in_thirds.preempt(["r"])
+    assert sender.aborted == ["vLLM preempted the request while its pages were being read"]
+    late.reach()
+
+
+def test_a_step_without_new_pages_adds_none_until_it_ends_the_request(in_thirds: OutgoingRequests):
+    sender = Sender()
+    add(in_thirds, sender, 0, 7)
+    add_layers(in_thirds, sender, 0, 7, ranges=1)
+    add_layers(in_thirds, sender, 0, 7, ranges=2)
+    add(in_thirds, sender, 0, 7, last=True)
+    assert sender.handed_in == [({"kv": (0, [7])}, False), ({}, True)]

@@ -10,8 +10,9 @@ import pytest
 
 from kvferry import GroupPages, RankCoordinates, Settings, TransferState, attention_components, shard_from_tensors
 from kvferry.engines.vllm import worker as worker_module
+from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.layouts import DescribedCaches
-from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks, Step
+from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.layout import RankLayout
 
@@ -149,3 +150,89 @@ def test_the_pages_of_blocks_reach_as_far_as_the_requests_tokens(
     pages = [block * ratio + page for block in blocks for page in range(ratio)][: -(-tokens // PAGE_TOKENS)]
     assert np.asarray(decode.opened[0].pages[group].pages).tolist() == pages
     assert decode.opened[0].pages[group].start == (0 if pages else None)
+
+
+# ---- layers that leave in ranges ------------------------------------------------------------------------------------
+
+
+class Outgoing:
+    """Notes what it is given."""
+
+    def __init__(self, ranges: LayerRanges) -> None:
+        self.ranges = ranges
+        self.given: list[int | str] = []
+
+    def add_layers(self, request: str, opens: Any, groups: Any, fence: Any, ranges: int) -> None:
+        self.given.append(ranges)
+
+    def add(self, request: str, opens: Any, groups: Any, fence: Any, *, last: bool) -> None:
+        self.given.append("all")
+
+    def give_up(self, request: str, reason: str) -> None:
+        self.given.append(reason)
+
+    def close(self) -> None:
+        pass
+
+
+LAYERS = {f"layers.{number}": number for number in range(6)}
+
+
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], tuple[WorkerSide, Outgoing, Step]]:
+    monkeypatch.setattr(worker_module, "PrefillEndpoint", Decode)
+    monkeypatch.setattr(worker_module, "OutgoingRequests", Outgoing)
+
+    def started(numbers: dict[str, int]) -> tuple[WorkerSide, Outgoing, Step]:
+        component, _ = attention_components(num_layers=6, num_kv_heads=1, head_dim=8, dtype="float32")
+        tensors = [np.zeros((64, PAGE_TOKENS, 1, 8), np.float32) for _ in range(6)]
+        shard = shard_from_tensors(component, tensors, dims=("page", "token", "head", "dim"))
+        layout = RankLayout(shards=(shard,))
+        (group,) = layout.groups
+        side = WorkerSide(
+            DescribedCaches(layout, {group.name: 1}),
+            cast(Any, None),
+            RankCoordinates(),
+            Settings(layer_ranges=3),
+            engine="e",
+            sends=True,
+            receives=False,
+            fingerprint={},
+            layer_numbers=numbers,
+        )
+        step = Step(send=[BlocksToSend("r", 1, PAGE_TOKENS, {group.name: GroupBlocks(0, (3,))}, True)])
+        return side, cast(Outgoing, side._outgoing), step
+
+    return started
+
+
+Sending = Callable[[dict[str, int]], tuple[WorkerSide, Outgoing, Step]]
+
+
+def test_ranges_leave_as_the_model_gets_on_and_the_rest_with_the_step(sending: Sending):
+    side, outgoing, step = sending(LAYERS)
+    for _ in range(2):
+        for name in LAYERS:
+            side.layer_computed(name, step, lambda: None)
+        side.layer_computed("draft.0", step, lambda: None)
+        side.after(step, None)
+    assert outgoing.given == [1, 2, "all"] * 2
+
+
+def test_a_model_that_comes_back_to_a_layer_is_noticed(sending: Sending, caplog: pytest.LogCaptureFixture):
+    side, outgoing, step = sending(LAYERS)
+    for name in (*LAYERS, "layers.0", *LAYERS):
+        side.layer_computed(name, step, lambda: None)
+    side.after(step, None)
+    given_up = "the model came back to layer 'layers.0' in one step: KVFERRY_LAYER_RANGES is for models that do not"
+    assert outgoing.given == [1, 2, given_up, "all"]
+    assert f"{given_up}; from now on layers leave when their step is over" in caplog.text
+
+
+def test_layers_whose_order_nobody_knows_leave_with_their_step(sending: Sending, caplog: pytest.LogCaptureFixture):
+    side, outgoing, step = sending({})
+    for name in LAYERS:
+        side.layer_computed(name, step, lambda: None)
+    side.after(step, None)
+    assert outgoing.given == ["all"]
+    assert "KVFERRY_LAYER_RANGES is 3, but all layers leave when their step is over" in caplog.text

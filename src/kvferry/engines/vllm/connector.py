@@ -45,7 +45,7 @@ from kvferry.engines.vllm.identity import (
     cache_identity,
     multimodal_inputs,
 )
-from kvferry.engines.vllm.layouts import describe
+from kvferry.engines.vllm.layouts import describe, numbers_in_turn
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
@@ -54,6 +54,7 @@ from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
+from kvferry.errors import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -99,6 +100,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
         is_scheduler = role is KVConnectorRole.SCHEDULER
+        self._sends_layers = self._settings.layer_ranges > 1 and transfer.is_kv_producer
+        if self._sends_layers and vllm_config.parallel_config.use_ubatching:
+            raise SettingsError(
+                f"KVFERRY_LAYER_RANGES is {self._settings.layer_ranges} where vLLM computes a step in several parts "
+                "side by side (--enable-dbo, --ubatch-size): leave one of them out"
+            )
         self._stages = 1 if is_scheduler else vllm_config.parallel_config.pipeline_parallel_size
         with telling_problems(self._stages):
             self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
@@ -154,6 +161,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
             fingerprint=fingerprint,
+            layer_numbers=numbers_in_turn(kv_caches, model) if self._sends_layers else None,
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:
@@ -183,7 +191,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Does nothing: vLLM parks requests until all of their cache is there."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **_: Any) -> None:
-        """Does nothing: pages leave with the step that fills them, not layer by layer."""
+        """Lets layers before this one leave, where KVFERRY_LAYER_RANGES divides them. Does not wait."""
+        if self._sends_layers:
+            self._worker_side.layer_computed(layer_name, self._bound_step, fence)
 
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
@@ -215,6 +225,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """
         model = vllm_config.model_config
         return None if model is None or model.use_mla else "LBHNC"
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Asks for graphs in pieces where layers leave one by one: in a whole one nobody tells of a layer.
+
+        Without them it would be right as well, since what has not left goes when the step is over.
+        """
+        return Settings(**extra_config).layer_ranges > 1
 
     @classmethod
     def build_prom_metrics(

@@ -98,10 +98,14 @@ def layer_number(name: str) -> int:
     Raises:
         LayoutError: if there are none, or more.
     """
-    numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
+    numbers = _numbers(name)
     if len(numbers) not in (1, 2):
         raise LayoutError(f"layer {name!r} has {len(numbers)} numbers in its name, so that its place cannot be told")
     return int(numbers[0])
+
+
+def _numbers(name: str) -> list[str]:
+    return re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
 
 
 def describe(
@@ -162,6 +166,19 @@ def describe(
     shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
     return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks)
+
+
+def numbers_in_turn(caches: Iterable[str], model: ModelShape) -> dict[str, int]:
+    """Returns the numbers of the model's own layers, by name, if it computes them in that order.
+
+    Where a name has two numbers a model may compute each layer several times, for several caches. Nothing is known of
+    the order then.
+
+    Args:
+        caches: the names of layers with a cache.
+    """
+    own = [name for name in caches if name not in model.drafts]
+    return {} if any(len(_numbers(name)) > 1 for name in own) else {name: layer_number(name) for name in own}
 
 
 def _layer(

@@ -2,7 +2,8 @@
 
 A page leaves when the device has computed it, and when the decode side has opened its room, or vLLM is through with
 the request. Before that, vLLM may preempt the request and give its blocks to another one; what has not left is then
-forgotten here, and comes again when it has been computed again.
+forgotten here, and comes again when it has been computed again. Where layers leave in ranges, a step's pages are added
+once for each range that the model is through with.
 
 Nothing here looks at a request of which nothing has happened, however many wait: rooms call back when they change, and
 one thread waits for the device, which cannot.
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import GroupPages, Sender, TransferState
+from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.errors import KVFerryError, QueueFullError
 
 log = logging.getLogger(__name__)
@@ -62,12 +64,14 @@ class _Batch:
     Attributes:
         groups: those of each group, which follow what came before.
         is_last: whether they are the rest of the request.
-        is_computed: whether the device has computed them.
+        computed: how many ranges of layers the device has computed of them.
+        left: how many of these have been handed in.
     """
 
     groups: dict[str, PagesToSend]
     is_last: bool
-    is_computed: bool
+    computed: int = 0
+    left: int = 0
 
     @property
     def stops(self) -> dict[str, int]:
@@ -81,57 +85,89 @@ class _Request:
 
     Attributes:
         sender: its room.
+        ranges: how many ranges of layers there are.
         waiting: what has not left, in order.
+        being_computed: the pages of the step that runs, once some of their layers were added.
         handed_in: by group, how many pages of the request have left, those before the first included.
         known: likewise, those that wait included.
         is_kept: whether vLLM is done with it and keeps its blocks for the transfer.
     """
 
     sender: Sender
+    ranges: int
     waiting: deque[_Batch] = field(default_factory=deque)
+    being_computed: _Batch | None = None
     handed_in: dict[str, int] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
     is_kept: bool = False
 
-    def add(self, groups: Mapping[str, PagesToSend], *, last: bool, is_computed: bool) -> _Batch:
+    def add(self, groups: Mapping[str, PagesToSend], *, last: bool) -> _Batch:
         """Adds the pages of a step, but for those that are known: after a preemption some come again."""
         new = {name: _from(pages, self.known.get(name, 0)) for name, pages in groups.items()}
-        batch = _Batch({name: pages for name, pages in new.items() if len(pages.pages)}, last, is_computed)
+        batch = _Batch({name: pages for name, pages in new.items() if len(pages.pages)}, last)
         if batch.groups or last:
             self.waiting.append(batch)
         self.known |= batch.stops
         return batch
 
+    def begin(self, groups: Mapping[str, PagesToSend]) -> _Batch:
+        """Adds the pages of a step that runs, or finds them again."""
+        if self.being_computed is None:
+            self.being_computed = self.add(groups, last=False)
+        return self.being_computed
+
+    def complete(self, groups: Mapping[str, PagesToSend], *, last: bool) -> _Batch:
+        """Adds the pages of a step that is over, or finds them again."""
+        batch, self.being_computed = self.being_computed, None
+        if batch is None or (last and not batch.groups):
+            return self.add(groups, last=last)
+        batch.is_last = last
+        return batch
+
     def forget(self) -> None:
         """Drops what waits; it may come again."""
         self.waiting.clear()
+        self.being_computed = None
         self.known = dict(self.handed_in)
 
     @property
+    def has_begun(self) -> bool:
+        """Whether some layers of the first pages that wait have left, and others have not."""
+        return bool(self.waiting and self.waiting[0].left)
+
+    @property
     def may_leave(self) -> bool:
-        """Whether the first pages that wait may be handed in."""
-        if not self.waiting or not self.waiting[0].is_computed:
+        """Whether of the first pages that wait something may be handed in."""
+        if not self.waiting or self.waiting[0].computed == self.waiting[0].left:
             return False
         state = self.sender.state
         return not state.is_final and (self.is_kept or state is not TransferState.BOOTSTRAPPING)
 
     def computed(self) -> list[_Batch]:
-        """Returns the first of what waits, as far as it is computed and each group's pages follow each other."""
+        """Returns the first of what waits, as far as it is computed and each group's pages follow each other.
+
+        That is one alone where some of its layers have left, or are still computed.
+        """
+        first = self.waiting[0]
+        if first.left or first.computed < self.ranges:
+            return [first]
         taken: list[_Batch] = []
         stops: dict[str, int] = {}
         for batch in self.waiting:
             follows = all(stops.get(name, pages.start) == pages.start for name, pages in batch.groups.items())
-            if not (batch.is_computed and follows):
+            if batch.computed < self.ranges or not follows:
                 break
             stops |= batch.stops
             taken.append(batch)
         return taken
 
     def left(self, batches: list[_Batch]) -> None:
-        """Notes that the first batches have left."""
+        """Notes that of the first batches has left what is computed of them."""
         for batch in batches:
-            self.waiting.popleft()
-            self.handed_in |= batch.stops
+            batch.left = batch.computed
+            if batch.left == self.ranges:
+                self.waiting.popleft()
+                self.handed_in |= batch.stops
 
 
 def _from(pages: PagesToSend, first: int) -> PagesToSend:
@@ -160,12 +196,14 @@ class _Computing:
         name: vLLM's name for the request.
         known: the request.
         batch: the pages.
+        ranges: how many ranges of layers it has computed of them by then.
     """
 
     fence: Fence
     name: str
     known: _Request
     batch: _Batch
+    ranges: int
 
 
 def _problem_at(fence: Fence) -> Exception | None:
@@ -180,8 +218,13 @@ def _problem_at(fence: Fence) -> Exception | None:
 class OutgoingRequests:
     """Hands pages in as soon as they may leave, on threads of its own, since the engine may be busy, or asleep."""
 
-    def __init__(self) -> None:
-        """Starts the thread that follows rooms. The one that waits for a device starts with its first fence."""
+    def __init__(self, ranges: LayerRanges = LayerRanges()) -> None:  # noqa: B008 - immutable
+        """Starts the thread that follows rooms. The one that waits for a device starts with its first fence.
+
+        Args:
+            ranges: of layers, that may leave one by one.
+        """
+        self._ranges = ranges
         self._requests: dict[str, _Request] = {}
         # Guards the requests: pages are handed in, in order, by the engine's thread and by our own.
         self._lock = threading.Lock()
@@ -214,16 +257,50 @@ class OutgoingRequests:
             KVFerryError: if the room cannot be opened.
         """
         with self._lock:
-            known = self._requests.get(request)
-            if known is None:
-                known = self._requests[request] = _Request(open_sender())
-                known.sender.add_change_callback(partial(self._room_changed, request, known))
-            batch = known.add(groups, last=last, is_computed=fence is None)
-            if fence is not None:
-                if self._device_waiter.ident is None:
-                    self._device_waiter.start()
-                self._computing.put(_Computing(fence, request, known, batch))
-            self._hand_in(request, known)
+            known = self._known(request, open_sender)
+            self._computed(request, known, known.complete(groups, last=last), self._ranges.count, fence)
+
+    def add_layers(
+        self,
+        request: str,
+        open_sender: Callable[[], Sender],
+        groups: Mapping[str, PagesToSend],
+        fence: Fence | None,
+        ranges: int,
+    ) -> None:
+        """Adds the first layers of pages that a step computes, which is to be followed by `add` with the same pages.
+
+        Args:
+            request: vLLM's name for it.
+            open_sender: as of `add`.
+            groups: the pages, by group.
+            fence: of these layers; None if they are computed.
+            ranges: how many ranges of layers these are.
+
+        Raises:
+            KVFerryError: if the room cannot be opened.
+        """
+        with self._lock:
+            known = self._known(request, open_sender)
+            self._computed(request, known, known.begin(groups), ranges, fence)
+
+    def _known(self, request: str, open_sender: Callable[[], Sender]) -> _Request:
+        """Returns a request, whose room it opens with its first pages. Must be called with the lock."""
+        known = self._requests.get(request)
+        if known is None:
+            known = self._requests[request] = _Request(open_sender(), self._ranges.count)
+            known.sender.add_change_callback(partial(self._room_changed, request, known))
+        return known
+
+    def _computed(self, name: str, known: _Request, batch: _Batch, ranges: int, fence: Fence | None) -> None:
+        """Notes what is computed of a step's pages, now or once a fence is reached. Must be called with the lock."""
+        if fence is None:
+            batch.computed = ranges
+        else:
+            if self._device_waiter.ident is None:
+                self._device_waiter.start()
+            self._computing.put(_Computing(fence, name, known, batch, ranges))
+        self._hand_in(name, known)
 
     def preempt(self, requests: Iterable[str]) -> None:
         """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read."""
@@ -232,8 +309,9 @@ class OutgoingRequests:
                 known = self._requests.get(name)
                 if known is None:
                     continue
+                has_begun = known.has_begun
                 known.forget()
-                if not known.sender.is_at_rest:
+                if has_begun or not known.sender.is_at_rest:
                     known.sender.abort("vLLM preempted the request while its pages were being read")
 
     def give_up(self, request: str, reason: str) -> None:
@@ -290,7 +368,7 @@ class OutgoingRequests:
             name, known = computing.name, computing.known
             with self._lock:
                 if problem is None:
-                    computing.batch.is_computed = True
+                    computing.batch.computed = computing.ranges
                     self._hand_in(name, known)
                 else:
                     self._give_up_sending(name, known, f"the device failed: {problem}")
@@ -300,7 +378,13 @@ class OutgoingRequests:
         try:
             while known.may_leave:
                 batches = known.computed()
-                known.sender.submit(_merged(batches), last=batches[-1].is_last)
+                first, is_last = batches[0], batches[-1].is_last
+                if first.left or first.computed < known.ranges:
+                    is_through = first.computed == known.ranges
+                    layers = self._ranges.layers(first.left, first.computed)
+                    known.sender.submit(_merged(batches), last=is_last and is_through, layers=layers)
+                else:
+                    known.sender.submit(_merged(batches), last=is_last)
                 known.left(batches)
         except QueueFullError:
             return  # the room calls back when it takes more

@@ -18,6 +18,7 @@ import numpy as np
 
 from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
 from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog
@@ -58,6 +59,7 @@ class WorkerSide:
         sends: bool,
         receives: bool,
         fingerprint: Mapping[str, str],
+        layer_numbers: Mapping[str, int] | None = None,
     ) -> None:
         """Registers the caches and starts what is needed.
 
@@ -70,6 +72,8 @@ class WorkerSide:
             sends: whether it sends caches.
             receives: whether it receives caches.
             fingerprint: what its caches are beyond their layout.
+            layer_numbers: by the name that vLLM tells when the model is through with a layer, its number; None if
+                layers leave with their step alone.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
@@ -88,6 +92,16 @@ class WorkerSide:
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._log = TransferLog()
+        self._layer_numbers = layer_numbers or {}
+        self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
+        if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
+            log.warning(
+                "KVFERRY_LAYER_RANGES is %d, but all layers leave when their step is over: in which order the model "
+                "computes them cannot be told from their names, or there is but one",
+                settings.layer_ranges,
+            )
+        self._ranges_computed = 0  # in the step that runs
+        self._last_layer = -1  # that the step that runs is through with
         layout = described.layout
 
         def start() -> None:
@@ -95,7 +109,7 @@ class WorkerSide:
                 self._prefill = PrefillEndpoint(
                     layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
                 )
-                self._outgoing = OutgoingRequests()
+                self._outgoing = OutgoingRequests(self._ranges)
             if receives:
                 self._decode = DecodeEndpoint(
                     layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
@@ -127,12 +141,46 @@ class WorkerSide:
         for receiving in step.receive:
             self._receive(receiving)
 
+    def layer_computed(self, name: str, step: Step, fence: Callable[[], Fence | None]) -> None:
+        """Sends the layers before this one, where a range of them ends. Called once the device has it queued.
+
+        A model that comes back to a layer writes to pages that may have left: their requests are given up.
+
+        Args:
+            name: vLLM's name for the layer.
+            step: the one that runs.
+            fence: makes one of what was queued until now.
+        """
+        number = self._layer_numbers.get(name)
+        if number is None or not step.send:
+            return
+        if number < self._last_layer:
+            self._comes_back_to(name, step)
+            return
+        self._last_layer = number
+        ranges = self._ranges.before(number)
+        if ranges > self._ranges_computed:
+            self._ranges_computed = ranges
+            reached = fence()
+            for sending in step.send:
+                self._send(sending, reached, ranges)
+
+    def _comes_back_to(self, name: str, step: Step) -> None:
+        """Ends the sending of layers before the end of their step."""
+        reason = f"the model came back to layer {name!r} in one step: KVFERRY_LAYER_RANGES is for models that do not"
+        log.error("%s; from now on layers leave when their step is over", reason)
+        self._layer_numbers = {}
+        if self._outgoing is not None and self._ranges_computed:
+            for sending in step.send:
+                self._outgoing.give_up(sending.request, reason)
+
     def after(self, step: Step, fence: Fence | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
             fence: of the step; None if it is done.
         """
+        self._ranges_computed, self._last_layer = 0, -1
         for sending in step.send:
             self._send(sending, fence)
         for request, reason in step.give_up.items():
@@ -181,7 +229,8 @@ class WorkerSide:
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
-    def _send(self, sending: BlocksToSend, fence: Fence | None) -> None:
+    def _send(self, sending: BlocksToSend, fence: Fence | None, ranges: int | None = None) -> None:
+        """Sends what a step computes: all layers, or those of the first ranges."""
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
         pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
@@ -189,7 +238,10 @@ class WorkerSide:
             open_sender = partial(
                 self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
             )
-            self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
+            if ranges is None:
+                self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
+            else:
+                self._outgoing.add_layers(sending.request, open_sender, pages, fence, ranges)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
             self._prefill.refuse(sending.room, str(error))
