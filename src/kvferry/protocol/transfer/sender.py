@@ -224,10 +224,7 @@ class SenderMachine:
                 "wait for it to end before opening it again"
             )
         if error is not None:
-            return [
-                SendFailed(event.receiver, event.generation, error),
-                SendDrained(event.receiver, event.generation),
-            ]
+            return [SendFailed(event.receiver, event.generation, error), SendDrained(event.receiver, event.generation)]
         self._receivers[event.receiver] = ReceiverProgress(event)
         expected = self._expected
         if len(set(expected)) > 1 or len(expected) > event.expected_receivers:
@@ -322,9 +319,7 @@ class SenderMachine:
         receiver = self._receivers.get(name)
         is_over = self.state is TransferState.SUCCESS
         if receiver is None or receiver.opened.generation != message.generation or is_over:
-            return [
-                SendDrained(name, message.generation)
-            ]  # nothing of that generation was ever written, or all of it is
+            return [SendDrained(name, message.generation)]  # nothing of that generation was written, or all of it is
         receiver.failure_sent = True  # it ended the room itself
         receiver.drained_sent = False  # every abort is answered, a repeated one again
         if message.error == ChecksumError.__name__:
