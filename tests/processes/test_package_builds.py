@@ -82,7 +82,7 @@ def clone(tmp_path: Path) -> Path:
     return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=made_here))
 
 
-@pytest.mark.full
+@pytest.mark.long  # `.ci/run` installs from the clone itself, and the test above from the wheel
 @pytest.mark.timeout(1200)
 def test_the_readmes_installation_works_word_by_word(clone: Path, tmp_path: Path):
     """Once from the clone, and then, without it, from the wheel."""

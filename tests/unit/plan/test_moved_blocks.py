@@ -289,7 +289,7 @@ def test_no_token_outside_of_the_pages_that_were_group_for_is_touched(exchange: 
         assert not is_group_for
         return
     assert is_group_for
-    assert pages.tolist() == [group.pages[positions.start // page_tokens - group.first_page]]
+    assert pages.tolist() == group.pages[np.array([positions.start // page_tokens - group.first_page])].tolist()
     assert units.tolist() == [positions.start % page_tokens // size]
 
 
