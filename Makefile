@@ -79,8 +79,6 @@ demo: $(INSTALLED)
 sim: $(INSTALLED)
 	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
-# Compiling all of torch, transformers and an engine takes minutes: what is imported is compiled when it is.
-export PIP_NO_COMPILE := 1
 # Tests start hundreds of interpreters: each would compile the library, and pytest rewrite the tests, anew.
 export PYTHONDONTWRITEBYTECODE :=
 
