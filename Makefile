@@ -89,10 +89,9 @@ PYTEST := -m pytest -n auto --dist loadscope --no-loadscope-reorder
 test: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --junitxml=$(DURATIONS)/quick.xml
 
-# The whole proof. Real engines have environments of their own. What runs in one process comes one after the other: on two
-# cores both at once take longer, and starve each other until tests fail. Servers wait more than they compute.
-test-all: test-full test-vllm-in-process test-sglang-in-process
-	$(MAKE) --jobs=2 test-vllm-servers test-sglang-servers
+# The whole proof. Real engines have environments of their own, and come one after the other: on two cores both at once
+# take longer, and starve each other until tests fail, servers too.
+test-all: test-full test-vllm test-sglang
 
 test-full: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml
