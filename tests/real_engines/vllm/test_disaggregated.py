@@ -87,9 +87,9 @@ LAYERS = {"layer_ranges": 4}
 
 
 def test_layers_leave_while_the_next_ones_are_computed(engines: Engines):
-    """Of a model of four layers, in steps of 64 tokens, and of one step for a prompt that is in the prefix cache."""
+    """Of a model of four layers, in steps of 64 tokens."""
     pair = Pair(engines.prefill("prefill-layers", step_tokens=64, settings=LAYERS), engines.decode("decode"))
-    each = prompts(7)
+    each = prompts(41)
     before = pair.prefill.ask("chunks_of_some_layers")
     check(engines, pair, each, "layers")
     assert pair.prefill.ask("chunks_of_some_layers") - before > 2 * 3 * len(each)
@@ -97,7 +97,7 @@ def test_layers_leave_while_the_next_ones_are_computed(engines: Engines):
 
 def test_layers_that_leave_before_they_are_computed_change_the_tokens(engines: Engines):
     pair = Pair(engines.prefill("prefill-layers", step_tokens=64, settings=LAYERS), engines.decode("decode"))
-    each = prompts(17, 4, shortest=200)
+    each = prompts(42, 4, shortest=200)
     pair.prefill.ask("plant", "layers leave before they are computed")
     outputs = pair.run(each, "early")
     pair.prefill.ask("heal")
