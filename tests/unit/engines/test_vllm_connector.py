@@ -141,3 +141,9 @@ def test_every_stage_is_compared_by_the_layers_of_all(
     connector._vllm_config = connector._kv_cache_config = None
     connector._fingerprint(SimpleNamespace(drafts=drafts, packing=None))
     assert compared == {"layers": [("full", "FLASH"), ("window", "TRITON")], "drafts": [("full", "FLASH")]}
+
+
+def test_graphs_come_in_pieces_where_layers_leave_one_by_one(connector_module: Any):
+    connector = connector_module.KVFerryConnector
+    assert not connector.requires_piecewise_for_cudagraph({})
+    assert connector.requires_piecewise_for_cudagraph({"layer_ranges": 2})

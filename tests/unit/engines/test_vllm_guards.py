@@ -15,12 +15,15 @@ from kvferry.engines.vllm.layouts import describe
 from kvferry.errors import LayoutError, SettingsError
 
 
-def configuration(*, experts: bool = False, hisparse: object = None, lookahead: int = 0) -> Any:
+def configuration(
+    *, experts: bool = False, hisparse: object = None, lookahead: int = 0, has_parts: bool = False
+) -> Any:
     """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
     return SimpleNamespace(
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         attention_config=SimpleNamespace(hisparse_config=hisparse),
         num_prefill_lookahead_tokens=lookahead,
+        parallel_config=SimpleNamespace(use_ubatching=has_parts),
     )
 
 
@@ -49,6 +52,13 @@ def test_all_of_it_is_said_at_once():
         refuse_what_would_be_wrong(configuration(experts=True, hisparse=object()))
     assert "routed-experts" in str(caught.value)
     assert "hisparse_config" in str(caught.value)
+
+
+def test_layers_leave_one_by_one_where_a_step_is_one_part():
+    refuse_what_would_be_wrong(configuration(), sends_layers=True)
+    refuse_what_would_be_wrong(configuration(has_parts=True))
+    with pytest.raises(SettingsError, match=r"--enable-dbo and --ubatch-size .* leave them out, or KVFERRY_LAYER"):
+        refuse_what_would_be_wrong(configuration(has_parts=True), sends_layers=True)
 
 
 @pytest.mark.parametrize(("lookahead", "held_back"), [(0, 1), (1, 1), (2, 2), (3, 3)])

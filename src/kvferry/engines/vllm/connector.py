@@ -54,7 +54,6 @@ from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
-from kvferry.errors import SettingsError
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -94,18 +93,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             LayoutError: if the model caches something that cannot be described.
         """
         super().__init__(vllm_config, role, kv_cache_config)
-        refuse_what_would_be_wrong(vllm_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._sends_layers = self._settings.layer_ranges > 1 and transfer.is_kv_producer
-        if self._sends_layers and vllm_config.parallel_config.use_ubatching:
-            raise SettingsError(
-                f"KVFERRY_LAYER_RANGES is {self._settings.layer_ranges} where vLLM computes a step in several parts "
-                "side by side (--enable-dbo, --ubatch-size): leave one of them out"
-            )
+        refuse_what_would_be_wrong(vllm_config, sends_layers=self._sends_layers)
         self._stages = 1 if is_scheduler else vllm_config.parallel_config.pipeline_parallel_size
         with telling_problems(self._stages):
             self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)

@@ -249,6 +249,9 @@ def _configuration() -> Iterator[Line]:
         ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"),
         "which ranks share tokens and layers",
     )
+    yield Attributes(
+        "vllm.config.parallel:ParallelConfig", ("use_ubatching",), "layers leave one by one where a step is one part"
+    )
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
     yield Fields(transfer, ("engine_id", "kv_buffer_device", "kv_connector_extra_config"), _READ)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)

@@ -26,16 +26,22 @@ from typing import Any
 from kvferry.errors import SettingsError
 
 
-def refuse_what_would_be_wrong(vllm_config: Any) -> None:
+def refuse_what_would_be_wrong(vllm_config: Any, *, sends_layers: bool = False) -> None:
     """Refuses a configuration of vLLM's under which what is transferred would be wrong, or be missing something.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
+        sends_layers: whether layers leave before their step is over.
 
     Raises:
         SettingsError: naming every option, and what to do.
     """
     problems = list(_problems(vllm_config))
+    if sends_layers and vllm_config.parallel_config.use_ubatching:
+        problems.append(
+            "--enable-dbo and --ubatch-size compute a step in parts side by side, so that a layer is through when the "
+            "other part is not: leave them out, or KVFERRY_LAYER_RANGES"
+        )
     if problems:
         raise SettingsError("kvferry's connector for vLLM cannot serve like this: " + "; ".join(problems))
 
