@@ -447,8 +447,8 @@ CATALOGUE = (
     PlantedFault(
         "pages leave before the device has filled them",
         "engines/vllm/outgoing.py",
-        "if not (batch.is_computed and follows):",
-        "if not follows:",
+        "if fence is None:",
+        "if fence is not None or fence is None:",
         "tests/unit/engines/test_vllm_outgoing.py",
     ),
     PlantedFault(
