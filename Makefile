@@ -34,7 +34,7 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-in-process test-vllm-servers test-vllm-older test-sglang test-sglang-in-process test-sglang-servers test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -147,25 +147,15 @@ test-engines: test-vllm test-vllm-older test-sglang test-sglang-older test-engin
 IN_PROCESS := -m pytest -n auto --dist worksteal -m 'not servers'
 SERVERS := -m pytest -m servers
 
-test-vllm: test-vllm-in-process
-	$(MAKE) test-vllm-servers
-
-test-vllm-in-process: $(VLLM_INSTALLED)
+test-vllm: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python $(IN_PROCESS) $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm.xml
-
-test-vllm-servers: $(VLLM_INSTALLED)
 	$(VLLM_VENV)/bin/python $(SERVERS) $(VLLM_TESTS) --junitxml=$(DURATIONS)/vllm-servers.xml
 
 test-vllm-older: $(VLLM_OLDER_INSTALLED)
 	PYTHONPATH=$(CURDIR)/$(VLLM_OLDER_PATH) $(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)/test_contract.py $(VLLM_TESTS)/test_disaggregated.py -k "$(VLLM_OLDER_TESTS)" --junitxml=$(DURATIONS)/vllm-older.xml
 
-test-sglang: test-sglang-in-process
-	$(MAKE) test-sglang-servers
-
-test-sglang-in-process: $(SGLANG_INSTALLED)
+test-sglang: $(SGLANG_INSTALLED)
 	$(SGLANG_PYTHON) $(IN_PROCESS) $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang.xml
-
-test-sglang-servers: $(SGLANG_INSTALLED)
 	$(SGLANG_PYTHON) $(SERVERS) $(SGLANG_TESTS) --junitxml=$(DURATIONS)/sglang-servers.xml
 
 test-sglang-older: $(SGLANG_OLDER_INSTALLED)

@@ -448,7 +448,7 @@ CATALOGUE = (
         "pages leave before the device has filled them",
         "engines/vllm/outgoing.py",
         "if fence is None:",
-        "if fence is not None or fence is None:",
+        "if True:",
         "tests/unit/engines/test_vllm_outgoing.py",
     ),
     PlantedFault(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 from tests.support.clusters import Clusters
+from tests.support.commands import CommandProcess
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +15,9 @@ def clusters() -> Iterator[Clusters]:
     begun = Clusters()
     yield begun
     begun.close()
+
+
+@pytest.fixture(scope="module")
+def commands() -> Iterator[CommandProcess]:
+    with closing(CommandProcess()) as process:
+        yield process

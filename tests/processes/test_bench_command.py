@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +28,6 @@ def has_cuda() -> bool:
     import torch
 
     return torch.cuda.is_available()
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[CommandProcess]:
-    with closing(CommandProcess()) as process:
-        yield process
 
 
 def result(commands: CommandProcess, *flags: str) -> dict[str, Any]:

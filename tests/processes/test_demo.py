@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,6 @@ QUICK = ["--requests", "3", "--max-new-tokens", "6", "--json"]
 def demo(*flags: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvferry", "demo", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-@pytest.fixture(scope="module")
-def commands() -> Iterator[CommandProcess]:
-    with closing(CommandProcess()) as process:
-        yield process
 
 
 def result(commands: CommandProcess, *flags: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,7 @@ ELSEWHERE = {
 """Commands that take another machine, a real engine or a checkpoint: where the like of them is run."""
 
 
-def commands() -> list[str]:
+def shown_commands() -> list[str]:
     """Those of all blocks that are not Python, without what stands beside them."""
     text = "".join(blocks((ROOT / "README.md").read_text(), ""))
     return [line.partition("  #")[0].rstrip() for line in text.replace("\\\n", " ").splitlines()]
@@ -48,12 +47,14 @@ def elsewhere(command: str) -> str | None:
     return next((where for prefix, where in ELSEWHERE.items() if command.startswith(prefix)), None)
 
 
-HERE = [command for command in commands() if elsewhere(command) is None]
+HERE = [command for command in shown_commands() if elsewhere(command) is None]
 
 
 def test_there_are_commands():
     assert len(HERE) > 12
-    assert all(any(command.startswith(prefix) for command in commands()) for prefix in ELSEWHERE), "one is not shown"
+    assert all(any(command.startswith(prefix) for command in shown_commands()) for prefix in ELSEWHERE), (
+        "one is not shown"
+    )
 
 
 @pytest.mark.parametrize("where", sorted(set(ELSEWHERE.values())))
@@ -79,16 +80,10 @@ DEMO = ".venv/bin/kvferry demo "
 DEMOS = [case for case in CASES if str(case.values[0]).startswith(DEMO)]
 
 
-@pytest.fixture(scope="module")
-def process() -> Iterator[CommandProcess]:
-    with closing(CommandProcess()) as process:
-        yield process
-
-
 @pytest.mark.parametrize("command", DEMOS)
-def test_a_demo_of_the_readme_works(process: CommandProcess, command: str):
+def test_a_demo_of_the_readme_works(commands: CommandProcess, command: str):
     """In one process, one after the other: that the installed command starts is seen by the others."""
-    run = process.kvferry(*shlex.split(command)[1:])
+    run = commands.kvferry(*shlex.split(command)[1:])
     assert run.returncode == 0, run.stdout + run.stderr
 
 

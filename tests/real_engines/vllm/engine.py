@@ -313,7 +313,7 @@ class CountedSubmissions:
         def submit(sender: Sender, *arguments: Any, **named: Any) -> None:
             original(sender, *arguments, **named)
             self.count += 1
-            self.of_some_layers += "layers" in named
+            self.of_some_layers += named.get("layers") is not None
 
         Sender.submit = submit  # type: ignore[method-assign, assignment]
 

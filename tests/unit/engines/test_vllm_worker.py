@@ -178,8 +178,11 @@ class Outgoing:
 LAYERS = {f"layers.{number}": number for number in range(6)}
 
 
+Sending = Callable[[dict[str, int]], tuple[WorkerSide, Outgoing, Step]]
+
+
 @pytest.fixture
-def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], tuple[WorkerSide, Outgoing, Step]]:
+def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
     monkeypatch.setattr(worker_module, "PrefillEndpoint", Decode)
     monkeypatch.setattr(worker_module, "OutgoingRequests", Outgoing)
 
@@ -204,9 +207,6 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, int]], tuple
         return side, cast(Outgoing, side._outgoing), step
 
     return started
-
-
-Sending = Callable[[dict[str, int]], tuple[WorkerSide, Outgoing, Step]]
 
 
 def test_ranges_leave_as_the_model_gets_on_and_the_rest_with_the_step(sending: Sending):

@@ -36,17 +36,12 @@ def refuse_what_would_be_wrong(vllm_config: Any, *, sends_layers: bool = False) 
     Raises:
         SettingsError: naming every option, and what to do.
     """
-    problems = list(_problems(vllm_config))
-    if sends_layers and vllm_config.parallel_config.use_ubatching:
-        problems.append(
-            "--enable-dbo and --ubatch-size compute a step in parts side by side, so that a layer is through when the "
-            "other part is not: leave them out, or KVFERRY_LAYER_RANGES"
-        )
+    problems = list(_problems(vllm_config, sends_layers=sends_layers))
     if problems:
         raise SettingsError("kvferry's connector for vLLM cannot serve like this: " + "; ".join(problems))
 
 
-def _problems(vllm_config: Any) -> Iterator[str]:
+def _problems(vllm_config: Any, *, sends_layers: bool) -> Iterator[str]:
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server, so that the "
@@ -56,6 +51,11 @@ def _problems(vllm_config: Any) -> Iterator[str]:
         yield (
             "HiSparse keeps part of the cache in host memory with block numbers of its own, which would be taken for "
             "the device's: leave out hisparse_config and the HiSparseConnector"
+        )
+    if sends_layers and vllm_config.parallel_config.use_ubatching:
+        yield (
+            "--enable-dbo and --ubatch-size compute a step in parts side by side, so that a layer is through when the "
+            "other part is not: leave them out, or KVFERRY_LAYER_RANGES"
         )
 
 

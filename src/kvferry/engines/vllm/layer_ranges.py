@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvferry import Component, Entry, Interval, RankLayout
+from kvferry import Component, Entry, Interval, RankLayout, split
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class LayerRanges:
         count = max(1, min(most, len(held)))
         totals = {name: component.axes[0].size for name, component in components.items()}
         return cls(
-            tuple(held[len(held) * index // count] for index in range(1, count)),
+            tuple(held[split(len(held), count, index).start] for index in range(1, count)),
             {name: total for name, total in totals.items() if name in in_turn},
             {name: total for name, total in totals.items() if name not in in_turn},
         )

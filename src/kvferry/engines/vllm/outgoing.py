@@ -143,14 +143,18 @@ class _Request:
         state = self.sender.state
         return not state.is_final and (self.is_kept or state is not TransferState.BOOTSTRAPPING)
 
+    @property
+    def leaves_in_part(self) -> bool:
+        """Whether of the first pages that wait only some layers leave next: others have left, or are still computed."""
+        return self.has_begun or self.waiting[0].computed < self.ranges
+
     def computed(self) -> list[_Batch]:
         """Returns the first of what waits, as far as it is computed and each group's pages follow each other.
 
-        That is one alone where some of its layers have left, or are still computed.
+        That is one alone where it leaves in part.
         """
-        first = self.waiting[0]
-        if first.left or first.computed < self.ranges:
-            return [first]
+        if self.leaves_in_part:
+            return [self.waiting[0]]
         taken: list[_Batch] = []
         stops: dict[str, int] = {}
         for batch in self.waiting:
@@ -378,13 +382,12 @@ class OutgoingRequests:
         try:
             while known.may_leave:
                 batches = known.computed()
-                first, is_last = batches[0], batches[-1].is_last
-                if first.left or first.computed < known.ranges:
-                    is_through = first.computed == known.ranges
-                    layers = self._ranges.layers(first.left, first.computed)
-                    known.sender.submit(_merged(batches), last=is_last and is_through, layers=layers)
-                else:
-                    known.sender.submit(_merged(batches), last=is_last)
+                first, last = batches[0], batches[-1]
+                known.sender.submit(
+                    _merged(batches),
+                    last=last.is_last and last.computed == known.ranges,
+                    layers=self._ranges.layers(first.left, first.computed) if known.leaves_in_part else None,
+                )
                 known.left(batches)
         except QueueFullError:
             return  # the room calls back when it takes more

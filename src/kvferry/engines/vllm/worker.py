@@ -100,8 +100,9 @@ class WorkerSide:
                 "computes them cannot be told from their names, or there is but one",
                 settings.layer_ranges,
             )
-        self._ranges_computed = 0  # in the step that runs
-        self._last_layer = -1  # that the step that runs is through with
+        # Of the step that runs: ranges of layers it is through with, its last layer, and pages by request, once needed.
+        self._ranges_computed, self._last_layer = 0, -1
+        self._pages_of_step: dict[str, dict[str, PagesToSend]] = {}
         layout = described.layout
 
         def start() -> None:
@@ -183,6 +184,7 @@ class WorkerSide:
         self._ranges_computed, self._last_layer = 0, -1
         for sending in step.send:
             self._send(sending, fence)
+        self._pages_of_step.clear()
         for request, reason in step.give_up.items():
             receiver = self._incoming.get(request)
             if receiver is not None:
@@ -233,7 +235,10 @@ class WorkerSide:
         """Sends what a step computes: all layers, or those of the first ranges."""
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
-        pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
+        pages = self._pages_of_step.get(sending.request)
+        if pages is None:
+            pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
+            self._pages_of_step[sending.request] = pages
         try:
             open_sender = partial(
                 self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
