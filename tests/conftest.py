@@ -64,8 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     tier = tier_of(config)
     beyond: tuple[str, ...] = tier.amount(quick=("full", "long"), full=("long",), long=())
     left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in beyond)}
-    if tier is Tier.QUICK:
-        left_out |= set(_not_sampled(items))
+    left_out |= set(_not_sampled(items, tier))
     if tier is Tier.LONG:
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONGEST_S), append=False)  # before its own, which is for less to do
@@ -79,14 +78,14 @@ def _precedence(item: pytest.Item) -> tuple[bool, bool]:
     return not item.path.name.startswith("test_faults_"), "processes" not in item.path.parts
 
 
-def _not_sampled(items: Iterable[pytest.Item]) -> Iterator[pytest.Item]:
-    """Yields the cases of a parametrized test that its mark `sampled` leaves to the whole proof."""
+def _not_sampled(items: Iterable[pytest.Item], tier: Tier) -> Iterator[pytest.Item]:
+    """Yields the cases of a parametrized test that its mark `sampled` leaves to a larger tier."""
     seen: Counter[str] = Counter()
     for item in items:
         mark = item.get_closest_marker("sampled")
         if mark is not None:
             test = item.nodeid.partition("[")[0]
-            if seen[test] % mark.kwargs["one_in"]:
+            if seen[test] % tier.amount(quick=mark.kwargs["one_in"], full=mark.kwargs.get("full", 1), long=1):
                 yield item
             seen[test] += 1
 

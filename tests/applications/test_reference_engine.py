@@ -33,7 +33,7 @@ NEW_TOKENS = 24
 PROMPTS = read_prompts()
 
 
-@pytest.mark.sampled(one_in=12)
+@pytest.mark.sampled(one_in=12, full=3)
 @pytest.mark.parametrize("chunk_tokens", [64, 1000, 7, 1])
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens, tier):
@@ -47,7 +47,7 @@ def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(archite
         assert decode(model, token_ids, prefilled, 1) == undivided[:1]
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=4, full=2)
 @pytest.mark.parametrize("num_kv_heads", [1, 4, 6, 8, 12])
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_every_number_of_kv_heads(architecture, num_kv_heads):
@@ -159,7 +159,7 @@ _DAMAGE = [
 ]
 
 
-@pytest.mark.sampled(one_in=8)
+@pytest.mark.sampled(one_in=8, full=2)
 @pytest.mark.parametrize(("architecture", "damage"), _DAMAGE)
 def test_damaged_caches_change_the_tokens(architecture, damage):
     """If they did not, that tokens are equal would prove nothing about a transfer."""

@@ -63,6 +63,7 @@ def entered(registry_url: str) -> tuple[str, str]:
 
 
 @pytest.mark.full
+@pytest.mark.sampled(one_in=2, full=2)
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_two_commands_measure_what_one_does(registry: str, first: str):
     flags = ("--prefill-tp", "2", "--decode-page-size", "48", "--pages", "both", "--passes", "2")
@@ -131,6 +132,7 @@ def test_a_registry_that_is_not_there_is_named(role: str):
 
 
 @pytest.mark.full
+@pytest.mark.sampled(one_in=2, full=2)
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
 def test_a_rank_that_dies_ends_both_commands_and_leaves_nobody_behind(registry: str, dying: str):
     flags = ("--seconds", "60", "--variants", "auto")
@@ -147,6 +149,7 @@ def test_a_rank_that_dies_ends_both_commands_and_leaves_nobody_behind(registry: 
 
 
 @pytest.mark.full
+@pytest.mark.sampled(one_in=2, full=2)
 @pytest.mark.parametrize("dying", ["prefill", "decode"])
 def test_a_side_that_vanishes_ends_the_other(registry: str, dying: str):
     flags = ("--seconds", "60", "--variants", "auto")

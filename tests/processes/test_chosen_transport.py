@@ -81,6 +81,7 @@ def test_sides_with_different_transports_are_refused_when_they_connect(
 
 
 @pytest.mark.full
+@pytest.mark.sampled(one_in=4, full=3)
 @pytest.mark.parametrize("way", ["option", "variable"])
 @pytest.mark.parametrize(
     "command",
@@ -102,6 +103,7 @@ def test_commands_move_real_caches_over_it(command: str, way: str):
     assert json.loads(run.stdout), "and the exit code says that every byte is right"
 
 
+@pytest.mark.full
 def test_a_doctor_measures_it_in_the_words_of_the_file():
     run = subprocess.run(
         [sys.executable, "-m", "kvferry", "doctor", "--json"],

@@ -28,7 +28,7 @@ from kvferry.plan.lowering import Loop
 from kvferry.plan.requests import demands, moves
 from kvferry.plan.requests.demands import GroupRequest
 
-EXAMPLES = 400
+EXAMPLES = 250
 
 
 @pytest.mark.timeout(600)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sys
 
 import pytest
-from tests.simulation.enumerated import CLOSED, SMALL, SOON, Nearest
+from tests.simulation.enumerated import CLOSED, ONE_CHUNK, SMALL, SOON, Nearest
 from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
 
 from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
 from kvferry.testing.enumeration.reachable_states import World
 from kvferry.testing.enumeration.world_states import Shape
 
-QUICK = {SMALL: 94_000}
+QUICK = {ONE_CHUNK: 12_000}
 FULL = {
+    SMALL: 94_000,
     Shape(prefills=1, decodes=1, chunks=1, faults=2): 550_000,
     Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
 }
@@ -68,6 +69,7 @@ def test_a_missing_guard_is_found_on_the_shortest_way(fault: str, monkeypatch: p
 
 
 @pytest.mark.full
+@pytest.mark.sampled(one_in=2, full=2)
 @pytest.mark.parametrize("fault", CLOSED)
 def test_what_takes_longer_is_found_too(fault: str, monkeypatch: pytest.MonkeyPatch):
     check_found(fault, CLOSED[fault], monkeypatch)

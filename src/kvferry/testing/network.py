@@ -23,8 +23,18 @@ WAIT_S = 60.0
 
 _LOOK_S = 0.05
 
-_FAST: dict[str, Any] = {"workers": 2, "queues": 2, "path": "direct"}
-"""Settings with which an endpoint starts in milliseconds: few threads, and nothing that is measured first."""
+_FAST: dict[str, Any] = {
+    "workers": 2,
+    "queues": 2,
+    "nixl_threads": 1,
+    "gather_workers": 1,
+    "scatter_workers": 0,
+    "path": "direct",
+    "staging_ring_mib": 2.0,
+    "staging_chunk_mib": 0.5,
+}
+"""Settings with which an endpoint starts in milliseconds: few threads, as many on any machine, little memory, and
+nothing that is measured first."""
 
 
 class LocalNetwork:

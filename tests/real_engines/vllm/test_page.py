@@ -12,7 +12,7 @@ import psutil
 import pytest
 from tests.support.clones import ROOT, blocks, make_clone
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(600)]
 
 SECTION = "## Try it without a GPU"
 

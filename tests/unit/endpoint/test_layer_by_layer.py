@@ -52,6 +52,7 @@ def submit_by_layers(requests: Requests, request: Request, seed: int) -> None:
         sender.submit(pages, layers=last, last=True, aux=aux)
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("path", ["direct", "staged"])
 @pytest.mark.parametrize("shapes", SHAPES)
 @pytest.mark.parametrize("model", MODELS)

@@ -55,6 +55,7 @@ ONE, TWO, THREE = (
 )
 
 
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize(("here", "there"), [*permutations((ONE, TWO, THREE), 2)], ids=str)
 @pytest.mark.parametrize("kinds", MODELS.values(), ids=MODELS)
 def test_what_each_stage_has_arrives_where_it_is_needed(

@@ -155,6 +155,7 @@ def test_nobody_elses_pytest_imports_kvferry(tmp_path: Path):
     assert "1 passed" in run.stdout, run.stdout + run.stderr
 
 
+@pytest.mark.full
 def test_pytest_is_needed_for_the_plug_in_alone(tmp_path: Path):
     without = "import sys; sys.modules['pytest'] = None; import kvferry, kvferry.testing"
     assert python("-c", without, cwd=tmp_path).returncode == 0

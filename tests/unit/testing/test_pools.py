@@ -175,7 +175,7 @@ def test_every_single_wrong_byte_is_found_and_named(kind: str, tokens: int, tier
     assert not made.wrong_bytes(CONTENTS, pages, tokens=tokens)
     (block,) = made.blocks
     found = {True: 0, False: 0, None: 0}
-    step = tier.amount(quick=29, full=7, long=1)
+    step = tier.amount(quick=37, full=17, long=1)
     for place in range(0, len(block.host), step):
         block.host[place] ^= 0x10
         wrong = made.wrong_bytes(CONTENTS, pages, tokens=tokens)
