@@ -275,7 +275,7 @@ class Settings(BaseSettings):
         ge=1,
         le=1024,
         description="Into how many ranges an engine's layers are divided, each of which leaves once it is computed; 1 "
-        "sends all layers when a step is over. Of the prefill side, in vLLM; docs/vllm.md.",
+        "sends all layers when a step is over. Of the prefill side; docs/vllm.md, docs/sglang.md.",
     )
     max_pending_opens: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."

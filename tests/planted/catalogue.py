@@ -452,6 +452,20 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_outgoing.py",
     ),
     PlantedFault(
+        "a range of layers leaves with the last of them still to be computed",
+        "engines/layer_ranges.py",
+        "return bisect_right(self.bounds, number)",
+        "return bisect_right(self.bounds, number + 1)",
+        "tests/unit/engines/test_layer_ranges.py",
+    ),
+    PlantedFault(
+        "a step of SGLang's is said to compute pages that the step before it has not handed in",
+        "engines/sglang/layer_steps.py",
+        "or start < request.prefix_len - request.prefix_len % page_tokens",
+        "",
+        "tests/unit/engines/test_sglang_layer_steps.py",
+    ),
+    PlantedFault(
         "vLLM gets blocks back that it uses itself",
         "engines/vllm/outgoing.py",
         "known is not None and known.is_kept and known.sender.pages_reusable",

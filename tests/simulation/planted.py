@@ -19,6 +19,7 @@ from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
+from kvferry.endpoint.prefill import room as sending_room
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
@@ -28,6 +29,7 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
+from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -809,6 +811,10 @@ def _refused_by_silence(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RoomTable, "refuse", lambda table, room, error, now: [])
 
 
+def _readiness_assumed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(sending_room, "Awaited", lambda _, then: Awaited(lambda: True, then))
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -882,6 +888,7 @@ PLANTED: dict[str, Plant] = {
     "another prompt's cache sent": _any_prompt_will_do,
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
     "a refusal of the prefill side is told nobody": _refused_by_silence,
+    "layers read before they are ready": _readiness_assumed,
 }
 
 ONLY_ENUMERATED: dict[str, Plant] = {

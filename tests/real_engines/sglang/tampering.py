@@ -110,6 +110,7 @@ def register() -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from kvferry.endpoint import DecodeEndpoint, Sender
+    from kvferry.engines.layer_ranges import LayerRanges
     from kvferry.engines.sglang.metadata_rows import MetadataRows
     from kvferry.engines.sglang.sender import KVFerrySender
 
@@ -123,18 +124,22 @@ def register() -> None:
         return (directory / "fault").read_text()
 
     submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
-    pop = KVFerrySender.pop_decode_prefix_len
+    pop, before_layer = KVFerrySender.pop_decode_prefix_len, LayerRanges.before
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
-        if fault() == "no end" and more["last"]:
+        is_last = more.get("last", False)
+        if fault() == "no end" and is_last:
             note("withheld", room=sender.room)
             return
-        note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=more["last"])
+        note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=is_last)
         if fault() == "another page" and len(pages["kv"].pages):
             wrong = pages["kv"].pages.copy()
             wrong[0] = next(number for number in range(1, 100) if number not in wrong)
             pages = {**pages, "kv": replace(pages["kv"], pages=wrong)}
         submit(sender, pages, **more)
+
+    def before(ranges: LayerRanges, number: int) -> int:
+        return ranges.count - 1 if fault() == "layers too early" else before_layer(ranges, number)
 
     def opening(endpoint: Any, room: int, pages: Any, **more: Any) -> Any:
         note("asked", room=room, pages=len(pages["kv"].pages), prefix_tokens=more["prefix_tokens"])
@@ -158,6 +163,7 @@ def register() -> None:
         return 0 if fault() == "no prefix" else pop(sender)
 
     KVFerrySender.pop_decode_prefix_len = popping  # type: ignore[method-assign, assignment]
+    LayerRanges.before = before  # type: ignore[method-assign, assignment]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]

@@ -16,6 +16,8 @@ from tests.support.waiting import eventually
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
 ENDS_S = 5.0
+RANGES = 3
+"""Of layers, each of which leaves by itself."""
 """By when both sides have ended after one has refused a request."""
 
 
@@ -33,8 +35,14 @@ def undivided(model: Path) -> Iterator[EngineProcess]:
 
 @pytest.fixture(scope="module")
 def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    # With SGLang's own checksums of what has moved, which an engine on a CPU computes by a plug-in of ours.
-    both = Pair(model, tmp_path_factory.mktemp("tampering"), disaggregation_enable_kv_checksum=True)
+    # With SGLang's own checksums of what has moved, which an engine on a CPU computes by a plug-in of ours; and layer
+    # by layer, since all other pairs of engines send the layers of a step at once.
+    both = Pair(
+        model,
+        tmp_path_factory.mktemp("tampering"),
+        environment={"KVFERRY_LAYER_RANGES": str(RANGES)},
+        disaggregation_enable_kv_checksum=True,
+    )
     undivided.started()
     yield both.started()
     both.close()
@@ -52,14 +60,14 @@ def test_sixteen_prompts_at_once(pair: Pair, undivided: EngineProcess):
     assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
-def test_pages_leave_as_chunks_finish(pair: Pair, undivided: EngineProcess):
+def test_layers_leave_as_they_are_computed_in_every_chunk(pair: Pair, undivided: EngineProcess):
     (prompt,) = prompts(2, 1, shortest=600)
     (room,) = pair.submit([prompt])
     pair.prefill.outputs()
     assert_equal(pair.decode.outputs(), undivided.generate([prompt], TOKENS))
     chunks = [each["pages"] for each in pair.tampering.said("submitted") if each["room"] == room]
-    assert len(chunks) >= 4
-    assert sum(chunks) == 38  # pages of 16 tokens
+    assert len(chunks) == RANGES * 5
+    assert chunks == [pages for pages in (8, 8, 8, 8, 6) for _ in range(RANGES)], "pages of 16 tokens, in their order"
 
 
 def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineProcess):
@@ -73,7 +81,7 @@ def test_what_the_decode_side_has_does_not_travel(pair: Pair, undivided: EngineP
     assert asked == {"room": room, "pages": 6, "prefix_tokens": 320}
     # Nor does the prefill engine hand it in, or digest it: else its checksum would not be the decode side's.
     handed_in = [each["pages"] for each in pair.tampering.said("submitted") if each["room"] == room]
-    assert sum(handed_in) == 6
+    assert handed_in == [6] * RANGES
     compared = [each for each in pair.tampering.said("compared") if each["room"] == room]
     assert compared == [{"room": room, "pages": 6, "mismatch": False}]
 
@@ -98,7 +106,7 @@ def test_sglangs_checksum_finds_another_page_behind_a_prefix(pair: Pair, undivid
     assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
-@pytest.mark.parametrize("fault", ["another page", "another first token"])
+@pytest.mark.parametrize("fault", ["another page", "another first token", "layers too early"])
 def test_a_fault_shows(pair: Pair, undivided: EngineProcess, fault: str):
     given = prompts(5 + len(fault), 4, shortest=100)
     pair.tampering.plant(fault)

@@ -454,7 +454,7 @@ class Faults:
 
     def _send_early(self) -> None:
         """All layers but the last range leave as soon as the model is through with the first one."""
-        from kvferry.engines.vllm.layer_ranges import LayerRanges
+        from kvferry.engines.layer_ranges import LayerRanges
         from kvferry.engines.vllm.worker import WorkerSide
 
         original = WorkerSide._send

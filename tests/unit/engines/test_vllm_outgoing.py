@@ -14,7 +14,7 @@ from tests.support.waiting import eventually
 
 import kvferry
 from kvferry import GroupPages, Interval
-from kvferry.engines.vllm.layer_ranges import LayerRanges
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
 from kvferry.errors import ChunkError, QueueFullError
 from kvferry.protocol.transfer.states import TransferState

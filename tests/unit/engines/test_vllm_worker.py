@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from kvferry import GroupPages, RankCoordinates, Settings, TransferState, attention_components, shard_from_tensors
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm import worker as worker_module
-from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.engines.vllm.worker import WorkerSide

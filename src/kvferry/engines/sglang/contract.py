@@ -14,6 +14,7 @@ from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherit
 from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
     BACKENDS,
+    BEFORE_STEP,
     CREATE_RECEIVER,
     CREATE_SENDER,
     DECODE_MANAGER,
@@ -379,6 +380,38 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
 
 
 _SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
+
+_MIXIN = f"{_PREFILL}:SchedulerDisaggregationPrefillMixin"
+
+LAYERS = (
+    Contract(
+        "SGLang",
+        TRIED,
+        (
+            Signature(where(BEFORE_STEP), "self, req, allow_send=", "our hook on it says what a step will compute"),
+            Mentions(
+                "sglang.srt.managers.scheduler:Scheduler.run_batch",
+                ("maybe_send_cached_prefix_chunk",),
+                "the hook is called there, before the model computes",
+            ),
+            Mentions(
+                f"{_MIXIN}._send_kv_chunk",
+                ("start_send_idx", "extend_end", "translate_kv_indices_for_transfer", "req_to_token", "req_pool_idx"),
+                "the pages of a step are found as it finds them afterwards",
+            ),
+            Signature(
+                f"{_POOLS}:KVCache.register_layer_transfer_counter",
+                "self, layer_transfer_counter",
+                "ours takes the place of SGLang's counter",
+            ),
+            *(
+                Mentions(f"{_POOLS}:{pool}.get_key_buffer", ("wait_until", "start_layer"), "our counter is asked there")
+                for pool in ("MHATokenToKVPool", "MLATokenToKVPool")
+            ),
+        ),
+    ),
+)
+"""What KVFERRY_LAYER_RANGES builds on, checked where that is set."""
 
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
 SERVING = (

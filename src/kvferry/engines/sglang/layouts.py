@@ -25,6 +25,9 @@ PENDING_GROUP = "pending index"
 COMPRESSION_GROUP = "pending compression"
 ROW_GROUP = "request row"
 
+DRAFT, DENSE = "draft ", "dense "
+"""What the names of a draft model's components begin with, and of those of layers that SGLang lists apart."""
+
 _IN_STAGES = (KV_GROUP, TAIL_GROUP)
 """Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
@@ -54,7 +57,7 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     stage = Stage(caches.first_layer, caches.layers)
     shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)] if has_attention else []
     if caches.dense is not None:
-        shards += pools.attention("dense ", caches.dense, stage, group=KV_GROUP)
+        shards += pools.attention(DENSE, caches.dense, stage, group=KV_GROUP)
     if caches.index is not None:
         shards += pools.attention("", caches.index, stage, group=KV_GROUP, whole="index of keys")
     if len(caches.draft):
@@ -167,7 +170,7 @@ class _Pools:
         for _, part, head_bytes in _keys_and_values(pool):
             divided, held = self._heads(pool.heads, self._place.drafts)
             for index in range(len(part)):
-                name, layer = f"draft {number}", part[index : index + 1]
+                name, layer = f"{DRAFT}{number}", part[index : index + 1]
                 row_bytes = self._row_bytes(layer, name)
                 if pool.heads is not None and row_bytes != pool.heads.held * head_bytes:
                     raise LayoutError(

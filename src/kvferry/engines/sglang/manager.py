@@ -26,6 +26,7 @@ from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
 from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
+from kvferry.engines.sglang.layer_steps import LayerSteps, layer_steps
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
@@ -52,6 +53,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         ring_places: how many places a request's ring of a window has; None where windows are in no rings.
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
+        layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
     """
@@ -107,6 +109,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._fingerprint = _identity(args, model).fingerprint()
         self.ring_places = ring_places(args.kvferry_pools.target)
         self._layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))
+        self.layer_steps: LayerSteps | None = None
+        if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
+            self.layer_steps = layer_steps(args, self._layout, self._settings.layer_ranges)
         host = host_arguments(args)
         self.supports_host_destination = host is not None
         self._host_layout: RankLayout | None = None

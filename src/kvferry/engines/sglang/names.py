@@ -12,6 +12,7 @@ PREFILL_MANAGER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue._init_kv_man
 DECODE_MANAGER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
+BEFORE_STEP = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk"
 
 MOVE_GATE = f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate"
 UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfer_backends"

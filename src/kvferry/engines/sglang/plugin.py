@@ -14,12 +14,13 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce
-from kvferry.engines.sglang import hooks, pools
+from kvferry.engines.sglang import hooks, layer_steps, pools
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
     BACKENDS,
+    BEFORE_STEP,
     CREATE_RECEIVER,
     CREATE_SENDER,
     DECODE_MANAGER,
@@ -107,6 +108,9 @@ def _register() -> None:
         gate = original(scheduler)
         return may_move(gate, scheduler) if get_disagg().disaggregation_transfer_backend in ours else gate
 
+    def announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
+        layer_steps.announce(scheduler, request, may_leave=allow_send)
+
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
     unified = (Hook(UNIFIED_BACKENDS, allow_unified_memory, "AROUND"), Hook(MOVE_GATE, keep_in_place, "AROUND"))
     around_a_request = around_requests(digests_inputs)
@@ -119,6 +123,7 @@ def _register() -> None:
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
+        Hook(BEFORE_STEP, announce_step, "AFTER"),
         *(unified if all(hook.has_target for hook in unified) else ()),
     )
     for hook in added:

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
-from kvferry import GroupPages, Sender, TransferState
+from kvferry import GroupPages, Interval, Sender, TransferState
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.layouts import KV_GROUP
@@ -20,7 +23,22 @@ from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
 from kvferry.engines.sglang.versions import completed
-from kvferry.errors import KVFerryError
+from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """Pages that the model computes, before SGLang hands them in.
+
+    Attributes:
+        pages: page numbers.
+        left: how many ranges of layers of them have left.
+        is_over: whether they have been handed in since.
+    """
+
+    pages: NDArray[Any]
+    left: int = 0
+    is_over: bool = False
 
 
 @dataclass(slots=True)
@@ -31,11 +49,13 @@ class _Chunk:
         pages: page numbers.
         state_indices: what it hands in beside keys and values.
         may_end: whether the request ends with it if its pages are the last ones.
+        step: the step that computed it, if layers may have left meanwhile.
     """
 
     pages: Any
     state_indices: list[Any] | None
     may_end: bool
+    step: _Step | None
 
 
 @completed
@@ -62,6 +82,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
         self._lock = threading.Lock()
         self._early: deque[_Chunk] = deque()  # what the device may still write
+        self._step: _Step | None = None
         self._prefix_pages = 0
         self._tokens = 0
         self._token_part: int | None = None
@@ -123,7 +144,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """
         if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
-        chunk = _Chunk(kv_indices, state_indices, may_end=self._early_send_wait_event is None)
+        chunk = _Chunk(kv_indices, state_indices, may_end=self._early_send_wait_event is None, step=self._step)
+        self._step = None
         events = [each for each in (self._early_send_wait_event, indices_event) if each is not None]
         self._early_send_wait_event = None
         with self._lock:
@@ -149,27 +171,104 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 self._early.clear()
                 self._transfer.abort(f"the device failed: {problem}")
 
+    # ---- layers of a step, which may leave before SGLang hands its pages in -------------------------------------
+
+    def begin_step(self, pages: NDArray[Any]) -> bool:
+        """Takes the pages that the next step will compute; returns whether layers of them may leave one by one."""
+        if self._transfer is None or self._step is not None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+            return False
+        self._step = _Step(pages)
+        return True
+
+    def layers_computed(self, ranges: int, event: DeviceEvent | None) -> None:
+        """Sends the first ranges of layers, once the device has come to the event."""
+        step = self._step
+        if step is None:
+            return
+        if event is None:
+            self._send_layers(step, ranges, None)
+        else:
+            self.kv_mgr.device_events.when(event, partial(self._send_layers, step, ranges))
+
+    def give_step_up(self, reason: str) -> None:
+        """Ends the transfer if layers of the step have left."""
+        with self._lock:
+            if self._step is not None and self._step.left and self._transfer is not None:
+                self._transfer.abort(reason)
+
+    def _send_layers(self, step: _Step, ranges: int, problem: Exception | None) -> None:
+        """Sends what has not left of the first ranges of layers. On the scheduler's thread, or that of the events."""
+        with self._lock:
+            transfer = self._transfer
+            if transfer is None or step.is_over or self._early or ranges <= step.left:
+                return  # with what waits to be handed in before them, layers leave when the step is over
+            if problem is not None:
+                transfer.abort(f"the device failed: {problem}")
+                return
+            try:
+                groups = self._kept(step.pages)
+                transfer.submit(groups, layers=self._ranges.layers(step.left, ranges), token_part=self._token_part)
+            except QueueFullError:
+                return  # with the next range
+            except KVFerryError as error:
+                transfer.abort(str(error))
+                return
+            step.left = ranges
+
+    @property
+    def _ranges(self) -> LayerRanges:
+        assert self.kv_mgr.layer_steps is not None
+        return self.kv_mgr.layer_steps.ranges
+
+    def _rest_of(self, step: _Step, pages: NDArray[Any]) -> Mapping[str, Interval] | None:
+        """Returns the layers that are still to leave of a step's pages; None for all. Must be called with the lock.
+
+        Raises:
+            EngineContractError: if they are not the pages of which layers have left.
+        """
+        step.is_over = True
+        if not step.left:
+            return None
+        if not np.array_equal(pages, step.pages):
+            raise EngineContractError(
+                f"SGLang hands in {len(pages)} pages {pages[:4].tolist()}... after a step that was to compute "
+                f"{len(step.pages)} pages {step.pages[:4].tolist()}..., of which layers have left "
+                "(KVFERRY_LAYER_RANGES): the request is not exchanged"
+            )
+        return self._ranges.layers(step.left, self._ranges.count)
+
+    # ---- pages ------------------------------------------------------------------------------------------------------
+
+    def _kept(self, pages: NDArray[Any]) -> dict[str, GroupPages]:
+        """Returns what this rank has of the next pages of keys and values.
+
+        Raises:
+            EngineContractError: as `Placement.kept`.
+        """
+        kept = self.kv_mgr.place.kept(pages, first=self._prefix_pages + self.curr_idx, tokens=self._tokens)
+        self._token_part = self._token_part if kept.token_part is None else kept.token_part
+        return {KV_GROUP: GroupPages(kept.pages, kept.start)}
+
     def _hand_in(self, chunk: _Chunk) -> None:
         """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
         assert self._transfer is not None
         pages = page_numbers(chunk.pages)  # copied where they are kept
-        start, self.curr_idx = self.curr_idx, self.curr_idx + len(pages)
-        is_last = chunk.may_end and self.curr_idx == self.num_kv_indices
+        is_last = chunk.may_end and self.curr_idx + len(pages) == self.num_kv_indices
         aux = None
         try:
-            kept = self.kv_mgr.place.kept(pages, first=self._prefix_pages + start, tokens=self._tokens)
-            groups = {KV_GROUP: GroupPages(kept.pages, kept.start)}
-            self._token_part = self._token_part if kept.token_part is None else kept.token_part
+            layers = None if chunk.step is None else self._rest_of(chunk.step, pages)
+            groups = self._kept(pages)
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
                 groups |= state_pages(
                     self.kv_mgr.state_types, chunk.state_indices, total, last=pages, ring_places=self.kv_mgr.ring_places
                 )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
-            self._transfer.submit(groups, last=is_last, aux=aux, token_part=self._token_part)
+            self._transfer.submit(groups, last=is_last, aux=aux, layers=layers, token_part=self._token_part)
         except KVFerryError as error:
             self._transfer.abort(str(error))
             self._fail(str(error))
+        self.curr_idx += len(pages)
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
@@ -213,6 +312,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._opens_later = False
         with self._lock:
             self._early.clear()
+            if self._step is not None:
+                self._step.is_over = True
+                self._step = None
             give_up(self._transfer, reason)
 
     def _look(self) -> None:

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import GroupPages, Sender, TransferState
-from kvferry.engines.vllm.layer_ranges import LayerRanges
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.errors import KVFerryError, QueueFullError
 
 log = logging.getLogger(__name__)

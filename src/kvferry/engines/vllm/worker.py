@@ -17,8 +17,8 @@ from typing import TypeVar
 import numpy as np
 
 from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.copies import BlockCopier
-from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,39 @@ if TYPE_CHECKING:
 
 
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
+
+
+_LONGEST_STEP_S = 0.2  # of a model, in which it computes layers
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Computing:
+    """A model computes layers of pages.
+
+    Attributes:
+        position: how many pages of the request come before them.
+        until: when it is through with them.
+    """
+
+    side: SendSide
+    pages: list[int]
+    layers: Interval
+    position: int
+    until: float
+
+    def begin(self) -> None:
+        """Nothing is there yet."""
+        self.side.process.pool.is_to_compute(self.pages, self.layers)
+
+    def end(self) -> None:
+        """All is there; nothing if somebody else has the pages by now."""
+        pool = self.side.process.pool
+        if all(pool.owners[page] is self.side for page in self.pages):
+            pool.fill(self.pages, self.side.request.computed, self.position * pool.shape.page_tokens, self.layers)
+
+    def is_over(self) -> bool:
+        """Whether it is there."""
+        return self.side.process.pool.has_computed(self.pages, self.layers)
 
 
 class Callers:
@@ -185,12 +220,15 @@ class Callers:
             side.ranges = self._ranges(side)
         count, layers = side.chunks[0], side.ranges.pop(0)
         is_last = len(side.chunks) == 1 and not side.ranges
+        pages = side.pages[side.position : side.position + count]
+        is_ready = self._computed_later(side, pages, layers) if layers is not None else None
         side.sender.submit(
-            side.pages[side.position : side.position + count],
+            pages,
             start=None,
             last=is_last,
             aux=side.request.aux if is_last else None,
             layers=layers,
+            ready=is_ready,
         )
         if not side.ranges:
             side.position += side.chunks.pop(0)
@@ -199,6 +237,16 @@ class Callers:
             side.process.name, side.request, count, "" if layers is None else f", layers {layers}",
             ", the last" if is_last else "",
         )  # fmt: skip
+
+    def _computed_later(self, side: SendSide, pages: list[int], layers: Interval) -> Callable[[], bool] | None:
+        """Lets a model compute layers of pages for a while; returns what says whether it has. None if it has."""
+        draw = random.Random(f"{self._world.seed} computes {side.request.number} {side.process.rank} {layers} {pages}")
+        if draw.random() < 0.5:
+            return None
+        computing = Computing(side, pages, layers, side.position, self._world.now + draw.random() * _LONGEST_STEP_S)
+        computing.begin()
+        self._world.computing.append(computing)
+        return computing.is_over
 
     def _ranges(self, side: SendSide) -> list[Interval | None]:
         """The ranges of layers in which a chunk is handed in; None for all at once."""

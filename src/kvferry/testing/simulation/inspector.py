@@ -239,6 +239,11 @@ class Inspector:
                     Law.NO_REUSE_UNDER_A_READ,
                     f"{source.name}: page {page} is read for room {about.room}, but belongs to {_owner_name(owner)}",
                 )
+            demand(
+                source.pool.is_computed(piece.source),
+                Law.READY,
+                f"{source.name}: page {page} is read for room {about.room} before what is read is computed",
+            )
         if target.pool.holds(piece.destination):
             page, owner = target.pool.owner_at(piece.destination)
             if not (isinstance(owner, ReceiveSide) and owner.generation == about.generation):

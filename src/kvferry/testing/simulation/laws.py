@@ -11,6 +11,7 @@ class Law(Enum):
     EXACT = "after success every byte is the one that was sent"
     NO_WRITE_AFTER_RELEASE = "no byte of a page or of a span changes after it was given back"
     NO_REUSE_UNDER_A_READ = "nothing reads a page after it was given back"
+    READY = "nothing reads layers of a page before they are ready"
     OWN_PAGES_ONLY = "a write touches pages of the transfer that it belongs to, and nothing else"
     BOUNDED = "no more bytes of direct writes are on their way than the settings allow"
     ENDS = "every transfer ends on both sides by its deadline"

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout import (
+    Interval,
     RankCoordinates,
     RankLayout,
     attention_components,
@@ -22,8 +23,9 @@ HEAD_DIM = 4
 KINDS = 2  # keys and values
 MOST_TOKENS = 12  # of a request
 
-FRESH, SOURCE_GONE, DESTINATION_GONE, HELD = 0x11, 0xEE, 0xDD, 0x77
-"""What fills pages: at the start, after a prefill and a decode rank gave them back, before something is received."""
+FRESH, SOURCE_GONE, DESTINATION_GONE, HELD, NOT_COMPUTED = 0x11, 0xEE, 0xDD, 0x77, 0x99
+"""What fills pages: at the start, after a prefill and a decode rank gave them back, before something is received, and
+before it is computed."""
 
 Contents = NDArray[np.uint8]
 """What a request holds: shape [keys or values, layer, token, head, element of the head]."""
@@ -74,6 +76,7 @@ class Pool:
         self._page_bytes = shape.page_tokens * heads * HEAD_DIM
         self.owners: list[object | None] = [None] * shape.pages
         self._is_free = np.ones(shape.pages, np.bool_)
+        self._is_computed = np.ones((layers, shape.pages), np.bool_)
         self.layout = self._make_layout()
 
     def _make_layout(self) -> RankLayout:
@@ -93,6 +96,7 @@ class Pool:
         self._shadow[...] = filler
         self.owners = [None] * self.shape.pages
         self._is_free[:] = True
+        self._is_computed[:] = True
 
     def take(self, count: int, owner: object) -> list[int] | None:
         """Pages for somebody; None if there are not so many."""
@@ -110,6 +114,7 @@ class Pool:
         for page in pages:
             self.owners[page] = None
             self._is_free[page] = True
+        self._is_computed[:, pages] = True
         self._memory[:, :, pages] = filler
         self._shadow[:, :, pages] = filler
 
@@ -126,12 +131,38 @@ class Pool:
         """Whether an address is in this pool."""
         return 0 <= address - self._address < self._memory.nbytes
 
-    def fill(self, pages: list[int], contents: Contents, first_token: int) -> None:
-        """Writes what a request holds into pages, which begin with that token."""
+    def is_computed(self, address: int) -> bool:
+        """Whether what an address holds is what its request is to hold there."""
+        position = (address - self._address) // self._page_bytes
+        layer, page = divmod(position % self._is_computed.size, self.shape.pages)
+        return bool(self._is_computed[layer, page])
+
+    def has_computed(self, pages: list[int], layers: Interval) -> bool:
+        """Whether layers of pages hold what they are to hold."""
+        return bool(self._is_computed[self._mine(layers), pages].all())
+
+    def is_to_compute(self, pages: list[int], layers: Interval | None) -> None:
+        """Says that layers of pages are computed later. Until then they hold something else.
+
+        Args:
+            layers: of the model; None for all.
+        """
+        mine = self._mine(layers)
+        self._is_computed[mine, pages] = False
+        self._memory[:, mine, pages] = NOT_COMPUTED
+
+    def fill(self, pages: list[int], contents: Contents, first_token: int, layers: Interval | None = None) -> None:
+        """Writes what a request holds into pages, which begin with that token.
+
+        Args:
+            layers: of the model; None for all.
+        """
+        mine = self._mine(layers)
         flat = self._of(pages)
         part = self._part(contents, first_token)[:, :, : flat.shape[2]]
-        flat[:, :, : part.shape[2]] = part
+        flat[:, mine, : part.shape[2]] = part[:, mine]
         self._memory[:, :, pages] = flat.reshape(self._memory[:, :, pages].shape)
+        self._is_computed[mine, pages] = True
 
     def check(self, pages: list[int], contents: Contents, first_token: int, held: int, filler: int, who: str) -> None:
         """Compares pages with what they must hold after a success.
@@ -149,8 +180,9 @@ class Pool:
         wrong = np.argwhere(found[:, :, before:] != part[:, :, before:])
         if len(wrong):
             kind, layer, token, head, _ = wrong[0].tolist()
+            is_early = bool((found[:, :, before:][tuple(wrong.T)] == NOT_COMPUTED).all())
             raise ViolationError(
-                Law.EXACT,
+                Law.READY if is_early else Law.EXACT,
                 f"{who}: {len(wrong)} wrong bytes, the first in {'kv'[kind]} of layer {layer + self._stage.start}, "
                 f"token {token + held}, head {head + self._heads.start}",
             )
@@ -170,6 +202,13 @@ class Pool:
             return
         pages = np.flatnonzero(is_changed.any(axis=(0, 1, 3, 4, 5))).tolist()
         raise ViolationError(Law.NO_WRITE_AFTER_RELEASE, f"{who}: pages {pages} changed")
+
+    def _mine(self, layers: Interval | None) -> slice:
+        """Where this rank has layers of the model, of its own."""
+        if layers is None:
+            return slice(None)
+        start, count = self._stage.start, len(self._stage)
+        return slice(*(min(max(0, edge - start), count) for edge in (layers.start, layers.stop)))
 
     def _part(self, contents: Contents, first_token: int) -> Contents:
         stage, heads = self._stage, self._heads

@@ -12,7 +12,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
-from kvferry.testing.simulation.callers import Callers
+from kvferry.testing.simulation.callers import Callers, Computing
 from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.inspector import Inspector, Raised, listening
@@ -56,7 +56,8 @@ class World:
         registry: where processes find each other.
         pods: what an orchestrator knows of the processes.
         raised: what endpoints logged of errors that they did not expect.
-        hands_layers_in: whether callers hand chunks in by ranges of layers.
+        hands_layers_in: whether callers hand chunks in by ranges of layers, some of them before they are computed.
+        computing: what models are computing.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class World:
         self._kinds = (self._turn, self._bytes, self._notification, self._callers.act)
         # Chances of their own, so that other worlds are as they were without them.
         self.hands_layers_in = random.Random(f"{seed} hands layers in").random() < 0.2
+        self.computing: list[Computing] = []
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
     @property
@@ -259,6 +261,9 @@ class World:
                 keeper.due_at = process.platform.now() + keeper.renew()
             if process.runs and process.closing is not None:
                 self._go_on_closing(process)
+        for computing in [each for each in self.computing if self.now >= each.until]:
+            self.computing.remove(computing)
+            computing.end()
         for restart in [restart for restart in self.restarts if self.now >= restart.at]:
             self.restarts.remove(restart)
             self._start(restart.engine, restart.rank)

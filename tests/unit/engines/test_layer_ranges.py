@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvferry import Axis, Component, Entry, Interval, RankLayout, shard_from_tensors
+from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.caches import ModelShape
-from kvferry.engines.vllm.layer_ranges import LayerRanges
 from kvferry.engines.vllm.layouts import numbers_in_turn
 
 

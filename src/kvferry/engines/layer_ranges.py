@@ -1,15 +1,15 @@
 """Which layers of a step's pages may leave while the model computes the next ones.
 
-vLLM tells a connector of every attention layer that the model is through with. Layers are in ranges here, and one may
-leave once a layer behind it has been told of: by then all that its layers keep of a token is there, whichever cache it
-is in. What a request has once, such as recurrent state, is final only after the step, and a draft model comes after the
-model: both leave with the last range, which nobody tells of but the step's end.
+Engines tell of every attention layer that the model has come to. Layers are in ranges here, and one may leave once a
+layer behind it has been told of: by then all that its layers keep of a token is there, whichever cache it is in. What a
+request has once, such as recurrent state, is final only after the step, and a draft model comes after the model: both
+leave with the last range, which nobody tells of but the step's end.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from kvferry import Component, Entry, Interval, RankLayout, split
@@ -17,28 +17,33 @@ from kvferry import Component, Entry, Interval, RankLayout, split
 
 @dataclass(frozen=True, slots=True)
 class LayerRanges:
-    """Ranges of the layers that a worker holds, in the order in which the model computes them.
+    """Ranges of the layers that a rank holds, in the order in which the model computes them.
 
     Attributes:
         bounds: the numbers of layers with which the second and each further range begin.
         in_turn: by component, how many layers the whole model has: of what is there once its layer is computed.
         at_the_end: likewise, of what leaves with the last range.
+        held: the numbers of all layers that are computed in turn.
     """
 
     bounds: tuple[int, ...] = ()
     in_turn: Mapping[str, int] = field(default_factory=dict)
     at_the_end: Mapping[str, int] = field(default_factory=dict)
+    held: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, layout: RankLayout, most: int) -> LayerRanges:
-        """Divides a worker's layers.
+    def of(cls, layout: RankLayout, most: int, *, apart_from: Collection[str] = ()) -> LayerRanges:
+        """Divides a rank's layers.
 
         Args:
-            layout: the worker's.
+            layout: the rank's.
             most: how many ranges there are to be. There are no more than layers.
+            apart_from: components whose pages are not handed in before the step's end, or whose layers come after it.
         """
         components = {shard.component.name: shard.component for shard in layout.shards}
-        in_turn = {name for name, component in components.items() if _is_computed_in_turn(component)}
+        in_turn = {
+            name for name, component in components.items() if name not in apart_from and _is_computed_in_turn(component)
+        }
         held = sorted(
             {
                 number
@@ -53,6 +58,7 @@ class LayerRanges:
             tuple(held[split(len(held), count, index).start] for index in range(1, count)),
             {name: total for name, total in totals.items() if name in in_turn},
             {name: total for name, total in totals.items() if name not in in_turn},
+            tuple(held),
         )
 
     @property
