@@ -83,6 +83,8 @@ class Pair(Members):
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     monkeypatch.setenv("KVFERRY_HEARTBEAT_INTERVAL_S", "0.5")
+    monkeypatch.setenv("KVFERRY_STAGING_RING_MIB", "2")  # a hundred ranks, one after the other, would take 32 MiB each
+    monkeypatch.setenv("KVFERRY_STAGING_CHUNK_MIB", "0.5")
     started = Pair(monkeypatch)
     yield started
     started.close()
