@@ -80,6 +80,7 @@ DEMO = ".venv/bin/kvferry demo "
 DEMOS = [case for case in CASES if str(case.values[0]).startswith(DEMO)]
 
 
+@pytest.mark.sampled(one_in=2, full=2)
 @pytest.mark.parametrize("command", DEMOS)
 def test_a_demo_of_the_readme_works(commands: CommandProcess, command: str):
     """In one process, one after the other: that the installed command starts is seen by the others."""

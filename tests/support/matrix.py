@@ -1,10 +1,10 @@
 """The cells of the fault matrix, and the few of them that stand for all where there is little time.
 
-Every cell strikes somebody, at a step of a room, on a path, with a fault. The full tier has each fault at each step for
-everybody, on one path or the other in turn: what is struck knows little of the path. The long tier has both paths. The
-quick tier takes a choice in which every pair of two of these occurs, with one exception: of steps and faults, every
-step meets every kind of fault (it ends, it is away for a moment, it is away for long). All pairs of those two alone
-would take 80 cells.
+Every cell strikes somebody, at a step of a room, on a path, with a fault. The full tier has each kind of fault at each
+step for everybody, with one fault of the kind and on one path in turn: what is struck knows little of the path. The
+long tier has all faults on both paths. The quick tier takes a choice in which every pair of two of these occurs, with
+one exception: of steps and faults, every step meets every kind of fault (it ends, it is away for a moment, it is away
+for long). All pairs of those two alone would take 80 cells.
 """
 
 from __future__ import annotations
@@ -97,14 +97,17 @@ PATHS = ("staged", "direct")
 
 @cache
 def full_cases() -> frozenset[FaultCase]:
-    """Returns those of the full tier: of each pair of cells that differ in the path alone one, in turn, or both."""
-    steps, faults = list(Step), list(KINDS)
-    # From step to step, and from fault to fault, the path changes.
-    return quick_cases() | {
-        case
-        for case in all_cases()
-        if case.path == PATHS[(steps.index(case.step) + faults.index(case.fault)) % len(PATHS)]
-    }
+    """Returns those of the full tier: of cells that differ in the path, or in the fault of a kind, one in turn."""
+    steps = list(Step)
+
+    def is_its_turn(case: FaultCase) -> bool:
+        step, kind = steps.index(case.step), KINDS[case.fault]
+        alike = [each for each in KINDS if type(each) is type(case.fault) and KINDS[each] == kind]
+        # From step to step the fault changes, and the path after two; who is away for long is so on the other path.
+        path = PATHS[(step // 2 + (kind == "away for long")) % len(PATHS)]
+        return case.fault is alike[step % len(alike)] and case.path == path
+
+    return quick_cases() | {case for case in all_cases() if is_its_turn(case)}
 
 
 @cache

@@ -13,7 +13,9 @@ from tests.real_engines.sglang.pairs import TOKENS, Pair, assert_equal
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize("page_sizes", [(1, 16), (16, 1), pytest.param((32, 16), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "page_sizes", [(1, 16), *(pytest.param(sizes, marks=pytest.mark.long) for sizes in [(16, 1), (32, 16)])]
+)
 def test_tokens_are_those_of_the_undivided_engine(tmp_path: Path, page_sizes: tuple[int, int]):
     model = write("llama", tmp_path / "model")
     undivided = EngineProcess(Shape(model))
