@@ -20,6 +20,7 @@ import pytest
 from kvferry.engines.sglang import hooks
 from kvferry.engines.sglang.names import (
     BACKENDS,
+    BEFORE_STEP,
     CREATE_RECEIVER,
     CREATE_SENDER,
     DECODE_MANAGER,
@@ -34,7 +35,7 @@ from kvferry.errors import EngineContractError
 log = logging.getLogger("sglang")
 
 MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
-ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER]
+ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP]
 
 
 class HookType(Enum):
@@ -79,7 +80,9 @@ class FakeSGLang:
         self.queue = self._queue_class()
         decode = self._module("sglang.srt.disaggregation.decode")
         decode.DecodeTransferQueue, decode.DecodePreallocQueue = self.queue, self._making_queue_class()
-        self._module("sglang.srt.disaggregation.prefill").PrefillBootstrapQueue = self._making_queue_class()
+        prefill = self._module("sglang.srt.disaggregation.prefill")
+        prefill.PrefillBootstrapQueue = self._making_queue_class()
+        prefill.SchedulerDisaggregationPrefillMixin = self._mixin_class()
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")
         module.HookRegistry, module.HookType = self.registry, HookType
@@ -124,6 +127,13 @@ class FakeSGLang:
         return Queue
 
     @staticmethod
+    def _mixin_class() -> type:
+        class SchedulerDisaggregationPrefillMixin:
+            def maybe_send_cached_prefix_chunk(self, req: Any, allow_send: bool = True) -> None: ...
+
+        return SchedulerDisaggregationPrefillMixin
+
+    @staticmethod
     def _registry_class() -> Any:
         class HookRegistry:
             hooks: list[tuple[str, Any, HookType]] = []  # noqa: RUF012
@@ -148,7 +158,7 @@ class FakeSGLang:
                 if target in cls.refused:
                     raise AttributeError(target)
                 module, _, name = target.rpartition(".")
-                if module.endswith("Queue"):
+                if module.endswith(("Queue", "Mixin")):
                     module, _, owner = module.rpartition(".")
                     holder = getattr(sys.modules[module], owner)
                 else:

@@ -111,6 +111,8 @@ def _register() -> None:
     def announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
         layer_steps.announce(scheduler, request, may_leave=allow_send)
 
+    # Where SGLang has not what it is on, layers leave with their step, and KVFERRY_LAYER_RANGES is refused.
+    steps = Hook(BEFORE_STEP, announce_step, "AFTER")
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
     unified = (Hook(UNIFIED_BACKENDS, allow_unified_memory, "AROUND"), Hook(MOVE_GATE, keep_in_place, "AROUND"))
     around_a_request = around_requests(digests_inputs)
@@ -123,7 +125,7 @@ def _register() -> None:
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
-        Hook(BEFORE_STEP, announce_step, "AFTER"),
+        *((steps,) if steps.has_target else ()),
         *(unified if all(hook.has_target for hook in unified) else ()),
     )
     for hook in added:
