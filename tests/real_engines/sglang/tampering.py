@@ -134,7 +134,7 @@ def register() -> None:
         note("submitted", room=sender.room, pages=len(pages["kv"].pages), last=is_last)
         if fault() == "another page" and len(pages["kv"].pages):
             wrong = pages["kv"].pages.copy()
-            wrong[0] = next(number for number in range(1, 100) if number not in wrong)
+            wrong[0] = next(number for number in range(1, len(wrong) + 2) if number not in wrong)
             pages = {**pages, "kv": replace(pages["kv"], pages=wrong)}
         submit(sender, pages, **more)
 
