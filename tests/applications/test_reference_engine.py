@@ -33,7 +33,7 @@ NEW_TOKENS = 24
 PROMPTS = read_prompts()
 
 
-@pytest.mark.sampled(one_in=12, full=3)
+@pytest.mark.sampled(one_in=24, full=3)
 @pytest.mark.parametrize("chunk_tokens", [64, 1000, 7, 1])
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens, tier):
@@ -159,7 +159,7 @@ _DAMAGE = [
 ]
 
 
-@pytest.mark.sampled(one_in=8, full=2)
+@pytest.mark.sampled(one_in=16, full=2)
 @pytest.mark.parametrize(("architecture", "damage"), _DAMAGE)
 def test_damaged_caches_change_the_tokens(architecture, damage):
     """If they did not, that tokens are equal would prove nothing about a transfer."""

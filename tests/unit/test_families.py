@@ -23,6 +23,7 @@ def test_every_family_has_a_row_for_every_engine_and_a_cell_for_every_shape():
     assert found == [(engine, name, shape) for engine in ("vLLM", "SGLang") for name in names for shape in Shape]
 
 
+@pytest.mark.full
 def test_the_tests_that_cells_name_are_run():
     """Those with real engines are looked at in their environments, by `test_families.py` there."""
     folders = ("tests/unit/", "tests/real_engines/vllm/", "tests/real_engines/sglang/")

@@ -30,6 +30,7 @@ def test_the_test_of_every_row_is_there(engine: str, kind: CacheKind):
     assert test in names_of_tests(file), f"{engine}: {kind.name} names {kind.test}, which does not exist"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("engine", TABLES)
 def test_every_row_is_shown_by_a_test_that_says_so(engine: str):
     """Rows that real engines show are looked at in their environments, by `test_cache_kinds.py` there."""
