@@ -195,7 +195,7 @@ def main() -> None:
     ]
     if options.plot:
         draw(rows, options.plot)
-    print(json.dumps(rows, indent=1) if options.json else markdown(rows))
+    print(json.dumps({"rows": rows}) if options.json else markdown(rows))
 
 
 if __name__ == "__main__":

@@ -176,9 +176,6 @@ def test_the_standard_set_writes_its_section_from_real_steps(tmp_path: Path, mon
 @pytest.mark.full
 def test_what_is_left_of_a_prompt_is_measured_whole_and_by_layer():
     flags = ("--cases", "GQA, TP 1", "--request-mb", "4", "--ranges", "4", "--variants", "direct", "--repetitions", "1")
-    command = [sys.executable, "benchmarks/layer_by_layer.py", "--json", *flags]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    (row,) = json.loads(run.stdout)
+    (row,) = printed("layer_by_layer.py", *flags)["rows"]
     assert (row["ranges"], row["exact"]) == (4, True)
     assert row["whole_ms"] > 0 < row["by_layer_ms"]

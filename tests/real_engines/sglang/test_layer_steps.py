@@ -79,6 +79,13 @@ class StepRequest(Request):
         ]
 
 
+def assert_both_fail(pair: Pair, request: StepRequest, words: str) -> None:
+    """Both sides fail and say why, and all pages come back."""
+    assert_fails(request.sent, request.senders, words)
+    assert_fails(request.received, request.receivers, words)
+    assert_reusable(pair, request)
+
+
 MODELS = {
     "heads": Model(layers=4),
     "latents": Model(layers=4, heads=None, head_bytes=24),
@@ -154,10 +161,7 @@ def test_other_pages_than_those_whose_layers_have_left_fail_the_request(pair: Pa
     request.begin_step()
     request.compute(0, 1)
     request.end(request.source[0][::-1])
-    words = "after a step that was to compute 7 pages"
-    assert_fails(request.sent, request.senders, words)
-    assert_fails(request.received, request.receivers, words)
-    assert_reusable(pair, request)
+    assert_both_fail(pair, request, "after a step that was to compute 7 pages")
 
 
 def test_a_model_that_comes_back_to_a_layer_fails_what_has_left(pair: Pair):
@@ -165,10 +169,7 @@ def test_a_model_that_comes_back_to_a_layer_fails_what_has_left(pair: Pair):
     request = StepRequest(pair, 1)
     request.begin_step()
     request.compute(0, 1, 2, 1)
-    words = "the model came back to layer 1 in one step"
-    assert_fails(request.sent, request.senders, words)
-    assert_fails(request.received, request.receivers, words)
-    assert_reusable(pair, request)
+    assert_both_fail(pair, request, "the model came back to layer 1 in one step")
 
 
 def test_nothing_leaves_of_a_request_that_was_aborted_in_the_middle_of_a_step(pair: Pair):

@@ -32,6 +32,7 @@ _BASE = "sglang.srt.disaggregation.base.conn"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PREFILL = "sglang.srt.disaggregation.prefill"
+_MIXIN = f"{_PREFILL}:SchedulerDisaggregationPrefillMixin"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _SWA_POOL = "sglang.srt.mem_cache.swa_memory_pool"
 _MODEL = "sglang.srt.configs.model_config"
@@ -164,7 +165,7 @@ _MANAGER: tuple[Line, ...] = (
         Mentions(pages, ("sliding_window_size",), "a window's pages begin so many tokens before the request's end")
         for pages in (
             "sglang.srt.managers.scheduler:Scheduler.__init__",
-            f"{_PREFILL}:SchedulerDisaggregationPrefillMixin._send_kv_chunk",
+            f"{_MIXIN}._send_kv_chunk",
             f"{_DECODE}:DecodePreallocQueue.pop_preallocated",
         )
     ),
@@ -250,7 +251,7 @@ _SENDER: tuple[Line, ...] = (
         "it hands in, and digests, what follows the decode side's prefix",
     ),
     Mentions(
-        f"{_PREFILL}:SchedulerDisaggregationPrefillMixin.send_kv_chunk",
+        f"{_MIXIN}.send_kv_chunk",
         ("disagg_decode_prefix_len", "set_kv_checksum"),
         "SGLang's checksum begins behind the decode side's prefix",
     ),
@@ -380,8 +381,6 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
 
 
 _SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
-
-_MIXIN = f"{_PREFILL}:SchedulerDisaggregationPrefillMixin"
 
 LAYERS = (
     Contract(

@@ -32,11 +32,13 @@ class _Step:
 
     Attributes:
         pages: page numbers.
+        groups: what this rank has of them, once layers leave.
         left: how many ranges of layers of them have left.
         is_over: whether they have been handed in since.
     """
 
     pages: NDArray[Any]
+    groups: dict[str, GroupPages] | None = None
     left: int = 0
     is_over: bool = False
 
@@ -206,8 +208,10 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 transfer.abort(f"the device failed: {problem}")
                 return
             try:
-                groups = self._kept(step.pages)
-                transfer.submit(groups, layers=self._ranges.layers(step.left, ranges), token_part=self._token_part)
+                if step.groups is None:
+                    step.groups = self._kept(step.pages)
+                layers = self._ranges.layers(step.left, ranges)
+                transfer.submit(step.groups, layers=layers, token_part=self._token_part)
             except QueueFullError:
                 return  # with the next range
             except KVFerryError as error:

@@ -124,7 +124,7 @@ class Pool:
 
     def owner_at(self, address: int) -> tuple[int, object | None]:
         """The page that an address is in, and whose it is."""
-        page = (address - self._address) // self._page_bytes % self.shape.pages
+        _, page = self._place_of(address)
         return page, self.owners[page]
 
     def holds(self, address: int) -> bool:
@@ -133,20 +133,19 @@ class Pool:
 
     def is_computed(self, address: int) -> bool:
         """Whether what an address holds is what its request is to hold there."""
+        return bool(self._is_computed[self._place_of(address)])
+
+    def _place_of(self, address: int) -> tuple[int, int]:
+        """The layer, of this rank's, and the page that an address is in: its keys or its values."""
         position = (address - self._address) // self._page_bytes
-        layer, page = divmod(position % self._is_computed.size, self.shape.pages)
-        return bool(self._is_computed[layer, page])
+        return divmod(position % self._is_computed.size, self.shape.pages)
 
     def has_computed(self, pages: list[int], layers: Interval) -> bool:
         """Whether layers of pages hold what they are to hold."""
         return bool(self._is_computed[self._mine(layers), pages].all())
 
-    def is_to_compute(self, pages: list[int], layers: Interval | None) -> None:
-        """Says that layers of pages are computed later. Until then they hold something else.
-
-        Args:
-            layers: of the model; None for all.
-        """
+    def is_to_compute(self, pages: list[int], layers: Interval) -> None:
+        """Says that layers of pages are computed later. Until then they hold something else."""
         mine = self._mine(layers)
         self._is_computed[mine, pages] = False
         self._memory[:, mine, pages] = NOT_COMPUTED
