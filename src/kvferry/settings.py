@@ -274,8 +274,13 @@ class Settings(BaseSettings):
         1,
         ge=1,
         le=1024,
-        description="Into how many ranges an engine's layers are divided, each of which leaves once it is computed; 1 "
-        "sends all layers when a step is over. Of the prefill side; docs/vllm.md, docs/sglang.md.",
+        description="Into how many ranges an engine's layers are divided at most, each of which leaves once it is "
+        "computed; 1 sends all layers when a step is over. Of the prefill side; docs/vllm.md, docs/sglang.md.",
+    )
+    join_layers: bool = Field(
+        True,
+        description="Whether ranges of layers that are computed faster than they are sent leave together, in fewer "
+        "and larger writes. Of the prefill side.",
     )
     max_pending_opens: int = Field(
         10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."

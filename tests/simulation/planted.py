@@ -19,7 +19,7 @@ from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.prefill import room as sending_room
+from kvferry.endpoint.prefill import unread_chunks
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
@@ -812,7 +812,7 @@ def _refused_by_silence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _readiness_assumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(sending_room, "Awaited", lambda _, then: Awaited(lambda: True, then))
+    patch.setattr(unread_chunks, "Awaited", lambda _, then: Awaited(lambda: True, then))
 
 
 PLANTED: dict[str, Plant] = {

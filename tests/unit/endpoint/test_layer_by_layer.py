@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from tests.support.caches import Model, Shape
@@ -13,7 +14,7 @@ from tests.support.engines import WAIT_S, Request, Requests
 from tests.support.waiting import eventually
 
 from kvferry import GroupPages, Interval, RankLayout, TransferState
-from kvferry.errors import ChunkError, TransferAbortedError
+from kvferry.errors import ChunkError, TransferAbortedError, TransferFailedError
 
 MODELS = {
     "keys and values": Model(),
@@ -139,3 +140,109 @@ def test_an_abort_in_the_middle_ends_both_sides(pair: Callable[..., Requests]):
     assert request.senders[0].wait_pages_reusable(WAIT_S)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     requests.run(2)
+
+
+def layer_by_layer(requests: Requests, request: Request, **given: Any) -> None:
+    """Hands in four layers, one after the other."""
+    for layer in range(4):
+        is_last = layer == 3
+        aux = b"token" if is_last else None
+        layers = Interval(layer, layer + 1)
+        request.senders[0].submit(request.source_pages[0], layers=layers, last=is_last, aux=aux, **given)
+
+
+def num_writes(requests: Requests, request: Request) -> int:
+    """How many writes took the request, of which every byte is right."""
+    request.wait(WAIT_S)
+    requests.check(request)
+    return len(request.senders[0].stats.writes)
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(("joins", "expected"), [(True, 3), (False, 4)])
+def test_layers_that_wait_while_two_writes_are_on_their_way_leave_together(
+    pair: Callable[..., Requests], path: str, joins: bool, expected: int
+):
+    requests = pair(path=path, join_layers=joins)
+    transport = requests.prefill.transports[0]
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("it is open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    transport.held = True
+    layer_by_layer(requests, request)
+    eventually("all are taken", lambda: requests.prefill.endpoints[0].status().rooms[0].chunks == 4)
+    transport.held = False
+    assert num_writes(requests, request) == expected
+
+
+def test_all_layers_leave_together_if_the_decode_side_comes_late(pair: Callable[..., Requests]):
+    requests = pair()
+    request = requests.new(1, 4)
+    requests.open_prefill(request)
+    layer_by_layer(requests, request)
+    assert request.senders[0].state is TransferState.BOOTSTRAPPING
+    requests.open_decode(request)
+    assert num_writes(requests, request) == 1
+
+
+def test_layers_whose_signals_come_together_leave_together(pair: Callable[..., Requests]):
+    requests, computed = pair(), threading.Event()
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    layer_by_layer(requests, request, ready=computed)
+    eventually(
+        "the first is awaited", lambda: "chunk 0 is ready" in requests.prefill.endpoints[0].status().rooms[0].waits_for
+    )
+    computed.set()
+    assert num_writes(requests, request) == 1
+
+
+def test_a_signal_behind_others_that_raises_fails_the_room(pair: Callable[..., Requests]):
+    requests, computed = pair(), threading.Event()
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+
+    def broken() -> bool:
+        raise ZeroDivisionError("the device is lost")
+
+    sender, pages = request.senders[0], request.source_pages[0]
+    sender.submit(pages, layers=Interval(0, 2), ready=computed)
+    sender.submit(pages, layers=Interval(2, 4), last=True, ready=broken)
+    computed.set()
+    with pytest.raises(TransferFailedError) as failed:
+        sender.wait(WAIT_S)
+    assert isinstance(failed.value.__cause__, ZeroDivisionError)
+    request.wait_ended()
+    assert sender.wait_pages_reusable(WAIT_S)
+
+
+def test_in_synchronous_mode_each_range_is_written_when_submit_returns(pair: Callable[..., Requests]):
+    requests = pair(synchronous=True)
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("it is open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    layer_by_layer(requests, request)
+    assert num_writes(requests, request) == 4
+
+
+def test_pages_whose_layers_come_one_by_one_are_counted_once(pair: Callable[..., Requests]):
+    requests = pair()
+    transport = requests.prefill.transports[0]
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    sender = request.senders[0]
+    sender.submit(request.source_pages[0], layers=Interval(0, 2))
+    eventually("it is written", lambda: request.receivers[0].stats.chunks == 1)
+    transport.held = True
+    sender.submit(request.source_pages[0], layers=Interval(2, 4), last=True)
+    eventually("a write is on its way", lambda: transport.in_flight == 1)
+    sender.abort("not needed any more")
+    rooms = requests.prefill.endpoints[0].status
+    eventually("its pages are counted", lambda: [room.quarantined_pages for room in rooms().rooms] == [4])
+    transport.held = False
+    assert sender.wait_pages_reusable(WAIT_S)

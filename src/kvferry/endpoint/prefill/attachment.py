@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 
 _ChosenLayers: TypeAlias = tuple[tuple[str, Interval], ...] | None
 
+_MOST_SELECTORS = 1024  # of one receiver: ranges of layers may be joined in as many ways as there are pairs of layers
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRows:
@@ -186,6 +188,8 @@ class Attachment:
         key = unit, pieces, None if layers is None else tuple(layers.items())
         known = self._selectors.get(key)
         if known is None:  # two workers may make the same; either will do
+            if len(self._selectors) >= _MOST_SELECTORS:
+                self._selectors.clear()
             packed = self.plan.packed_pieces(unit)
             parts = [
                 prepared.pieces[piece].part(*packed[piece].bases(layers), packed[piece].num_bases) for piece in pieces

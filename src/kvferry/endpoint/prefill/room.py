@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +14,8 @@ from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room_write import Target
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
+from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
@@ -100,14 +99,18 @@ class SendingRoom(Actor):
         self._generations: dict[str, int] = {}  # of the same, and of those that refused it
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
-        self._unready: deque[HandedIn] = deque()  # the first waits for its signal, the others for it
-        self._awaited: Awaited | None = None
+        self._unread = UnreadChunks(
+            context.identity.layout.shards,
+            lambda error: self.post(ChunkReady(error)),
+            joins=context.settings.join_layers and not synchronous,
+        )
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
         self._handled_chunks = self._settled_chunks = 0
         self._pages = 0  # that were handed in
+        self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
         # In synchronous mode, guards the number of settled chunks and wakes the caller who waits for it.
         self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
@@ -150,16 +153,17 @@ class SendingRoom(Actor):
         if waiting:
             return f"staging memory for {', '.join(waiting)}"
         is_idle = self._machine.is_drained and self._machine.state in _AWAITING_CHUNKS
-        if is_idle and (unready := next(iter(list(self._unready)), None)) is not None:
+        if is_idle and (unready := self._unread.unready) is not None:
             return f"the caller's signal that chunk {unready.number} is ready"
         return self._machine.waits_for
 
     @property
     def _waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
-        first = self._handled_chunks - self._machine.waiting_chunks
-        deferred = [receiver.direct.deferred_chunk for receiver in self._receivers.values()]
-        return self._handled_chunks - min([first, *(chunk for chunk in deferred if chunk is not None)])
+        waiting = [self._machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
+        return self._handled_chunks - min(
+            (chunk for chunk in waiting if chunk is not None), default=self._handled_chunks
+        )
 
     @property
     def waits_for_memory(self) -> bool:
@@ -218,6 +222,7 @@ class SendingRoom(Actor):
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
         """Passes an event to the machine, executes its commands, and updates what the caller sees."""
+        is_final = self._machine.state.is_final
         match event:
             case OpenReceived():
                 if self._is_for_next_use(event):
@@ -228,21 +233,17 @@ class SendingRoom(Actor):
                 self._aborted(receiver, message, worker)
             case ReceiverMessage(receiver, messages.RefuseRoom() as message):
                 self._refused(receiver, message, worker)
-            case HandedIn() if (self._unready or event.is_ready is not None) and not self._machine.state.is_final:
-                self._unready.append(event)
-                self._await_first(worker)
+            case HandedIn() if (self._unread or event.is_ready or not event.completes) and not is_final:
+                self._unread.add(event)
             case HandedIn():
-                self._take(event, event.submitted_at, worker)
+                self._take(ReadyChunk(event, event.submitted_at, event.submitted_at), worker)
             case ChunkReady(error):
-                self._awaited = None
-                if error is not None:
-                    self.apply(Broke(error), worker)
-                elif self._unready:  # else the room has failed since
-                    self._take_ready(worker)
+                if (raised := self._unread.signalled(error, self._context.now())) is not None:
+                    self.apply(Broke(raised), worker)
             case Admitted():
                 self._receivers[event.receiver].direct.post_admitted(event, worker)
             case PostNextPart():
-                if not self._machine.state.is_final:
+                if not is_final:
                     self._receivers[event.receiver].staged.post_next(worker)
             case StagedPart():
                 self._receivers[event.receiver].staged.landed(event, worker)
@@ -253,31 +254,29 @@ class SendingRoom(Actor):
                 self.apply(event, worker)
         if self._machine.state is TransferState.FAILED:
             self._cancel(worker)
+        elif self._unread:
+            self._take_unread(worker)
         self._show()
 
-    def _take(self, handed_in: HandedIn, ready_at: float, worker: Worker) -> None:
+    def _take(self, ready: ReadyChunk, worker: Worker) -> None:
         """Takes a chunk whose pages may be read."""
-        self._submitted_at[handed_in.number] = ready_at
-        if handed_in.is_last:
-            self._last_submitted_at = ready_at
-        chunk = handed_in.chunk()
-        self._pages += sum(len(part.pages) for part in chunk.parts)
+        chunk = ready.chunk.chunk()
+        self._submitted_at[chunk.number] = ready.ready_at
+        if chunk.is_last:
+            self._last_submitted_at = ready.last_ready_at
+        for part in chunk.parts:
+            if part.stop > self._next_pages.get(part.group, 0):  # else they come again, with other layers
+                self._next_pages[part.group] = part.stop
+                self._pages += len(part.pages)
         self.apply(ChunkSubmitted(chunk), worker)
-        self._handled_chunks += 1
+        self._handled_chunks += ready.count
 
-    def _take_ready(self, worker: Worker) -> None:
-        """Takes the first that waited, and those that waited for it alone; then awaits the next signal."""
-        self._take(self._unready.popleft(), self._context.now(), worker)
-        while self._unready and self._unready[0].is_ready is None:
-            self._take(self._unready.popleft(), self._context.now(), worker)
-        self._await_first(worker)
-
-    def _await_first(self, worker: Worker) -> None:
-        if self._awaited is None and self._unready:
-            is_ready = self._unready[0].is_ready
-            assert is_ready is not None
-            self._awaited = Awaited(is_ready, lambda error: self.post(ChunkReady(error)))
-            worker.await_signal(self._awaited)
+    def _take_unread(self, worker: Worker) -> None:
+        """Takes what may be read and need not wait for more layers; then awaits the next signal."""
+        while (ready := self._unread.next(is_wire_busy=self._machine.is_busy)) is not None:
+            self._take(ready, worker)
+        if not self._machine.state.is_final:
+            self._unread.await_signal(worker)
 
     def _aborted(self, receiver: str, message: messages.AbortRoom, worker: Worker) -> None:
         if self._machine.is_done and self._generations.get(receiver) != message.generation:
@@ -328,11 +327,7 @@ class SendingRoom(Actor):
 
     def _cancel(self, worker: Worker) -> None:
         """Posts nothing more of a room that has failed, and drops what was not ready."""
-        if self._awaited is not None:
-            self._awaited.is_dropped = True
-            self._awaited = None
-        self._handled_chunks += len(self._unready)
-        self._unready.clear()
+        self._handled_chunks += self._unread.drop()
         error = self._machine.error or TransferFailedError("the room has failed")
         for receiver in self._receivers.values():
             receiver.cancel(error, worker)

@@ -121,6 +121,7 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
         is_ready: returns whether the pages hold what is to be sent; None if they do.
         layers: as of a `Chunk`.
         token_part: as of a `Chunk`.
+        completes: whether no layers of its pages are to come after it.
     """
 
     number: int
@@ -131,9 +132,10 @@ class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
     is_ready: Callable[[], bool] | None = None
     layers: Mapping[str, Interval] | None = None
     token_part: int | None = None
+    completes: bool = True
 
     def chunk(self) -> Chunk:
-        """Returns the chunk, with page numbers to compute with. They are not checked yet; see `refuse_impossible`."""
+        """Returns the chunk, with page numbers to compute with. They are not checked yet; see `why_impossible`."""
         parts = tuple(
             ChunkPart(group.name, start, np.frombuffer(numbers, np.int64), group.num_pages)
             for group, start, numbers in self.parts
@@ -271,7 +273,8 @@ class ChunkSequence:
             progress.next_page = begin + (len(numbers) // _PAGE_BYTES if is_through else 0)
             progress.has_begun = True
         self._is_layered = True
-        handed_in = HandedIn(self._next_number, tuple(parts), is_last, aux, now, layers=meant)
+        completes = all(each.begun is None for each in after.values())
+        handed_in = HandedIn(self._next_number, tuple(parts), is_last, aux, now, layers=meant, completes=completes)
         self._next_number += 1
         self._complete = is_last
         return handed_in
@@ -303,16 +306,16 @@ def _after_the_last(where: str) -> str:
     return f"{where}: a chunk after the last one; open a new room for a new request"
 
 
-def refuse_impossible(chunk: Chunk, *, where: str) -> None:
-    """Refuses page numbers that a pool does not have, or that appear more than once.
-
-    Raises:
-        PageError: naming an offending page.
-    """
+def why_impossible(chunk: Chunk, *, where: str) -> PageError | None:
+    """Returns what is wrong with a chunk's page numbers: the pool lacks one, or one appears more than once."""
     for part in chunk.parts:
         name = where if len(chunk.parts) == 1 else f"{where}, group {part.group!r}"
-        refuse_out_of_range(part.pages, pool_pages=part.pool_pages, where=name)
-        refuse_repeated(part.pages, where=name)
+        try:
+            refuse_out_of_range(part.pages, pool_pages=part.pool_pages, where=name)
+            refuse_repeated(part.pages, where=name)
+        except PageError as error:
+            return error
+    return None
 
 
 def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:

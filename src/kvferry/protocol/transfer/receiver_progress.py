@@ -47,9 +47,14 @@ class ReceiverProgress:
     drained_sent: bool = False
 
     @property
+    def num_writes(self) -> int:
+        """How many writes to it have not ended, or are to be posted."""
+        return len(self.writes_in_flight) + len(self.writes_deferred)
+
+    @property
     def is_written_to(self) -> bool:
         """Whether a write to it has not ended, or is to be posted."""
-        return bool(self.writes_in_flight or self.writes_deferred)
+        return self.num_writes > 0
 
     @property
     def is_owed(self) -> bool:

@@ -18,7 +18,7 @@ from kvferry.errors import (
     TransferFailedError,
     TransferTimeoutError,
 )
-from kvferry.plan.requests.chunks import Chunk, refuse_impossible
+from kvferry.plan.requests.chunks import Chunk, why_impossible
 from kvferry.plan.requests.conditions import why_different
 from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
@@ -101,6 +101,17 @@ class SenderMachine:
         return len(self._chunks)
 
     @property
+    def first_waiting(self) -> int | None:
+        """The number of the first of them; None if there are none."""
+        return self._chunks[0].number if self._chunks else None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a chunk more would change nothing yet: others wait, or one write follows another to a receiver."""
+        is_behind = any(receiver.num_writes > 1 for receiver in self._receivers.values())
+        return self.state is TransferState.BOOTSTRAPPING or bool(self._chunks) or is_behind
+
+    @property
     def is_drained(self) -> bool:
         """Whether no write is in flight, or will be: nothing reads the source pages on behalf of this room."""
         return not any(receiver.is_written_to for receiver in self._receivers.values())
@@ -156,7 +167,8 @@ class SenderMachine:
                 commands = self._receiver_opened(event, now)
             case ChunkSubmitted() if self.state.is_final:
                 pass  # the caller learns from the state
-            case ChunkSubmitted(chunk) if (impossible := self._why_impossible(chunk)) is not None:
+            # Looked for here, where no scheduler waits for it.
+            case ChunkSubmitted(chunk) if (impossible := why_impossible(chunk, where=f"room {self.room}")) is not None:
                 commands = self._fail(impossible)
             case ChunkSubmitted(chunk) if self.state is TransferState.BOOTSTRAPPING or self._chunks:
                 self._chunks.append(chunk)
@@ -235,8 +247,7 @@ class SenderMachine:
                     "do two decode engines use the same room number?"
                 )
             )
-        another = self._why_another(event)
-        if another is not None:
+        if (another := self._why_another(event)) is not None:
             return self._fail(another)
         self._last_progress = now
         if len(expected) < event.expected_receivers:
@@ -247,8 +258,7 @@ class SenderMachine:
     def _why_another(self, event: ReceiverOpened) -> KVFerryError | None:
         """Returns the error of a room whose sides mean different requests; None if they mean the same."""
         theirs = event.request
-        difference = why_different(self._depends_on, theirs.depends_on)
-        if difference:
+        if difference := why_different(self._depends_on, theirs.depends_on):
             return IncompatiblePeerError(
                 f"room {self.room}: {difference} (prefill rank {self._rank}, {event.receiver}): "
                 "send both sides the same request"
@@ -258,14 +268,6 @@ class SenderMachine:
                 f"room {self.room}: the request has {self._tokens} tokens on prefill rank {self._rank}, "
                 f"{theirs.tokens} on {event.receiver}: both sides must count the same tokens"
             )
-        return None
-
-    def _why_impossible(self, chunk: Chunk) -> PageError | None:
-        """Returns what is wrong with a chunk's page numbers: looked for here, where no scheduler waits for it."""
-        try:
-            refuse_impossible(chunk, where=f"room {self.room}")
-        except PageError as error:
-            return error
         return None
 
     def _send_next(self, now: float) -> list[SenderCommand]:
