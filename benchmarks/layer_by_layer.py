@@ -1,12 +1,12 @@
 """What is left of a transfer once its prompt is computed, sent whole and layer by layer, on a wire of a known rate.
 
-The wire is the loopback device of a network namespace of its own, which a token bucket slows down; NIXL goes over TCP.
-Each layer takes as long to compute as its bytes take on that wire, so that all but the last range could be hidden.
+The two sides are in network namespaces of their own, between which the wire passes so much and no more; NIXL goes over
+TCP. Each layer takes as long to compute as its bytes take on that wire, so that all but the last range could be hidden.
 
-    python benchmarks/layer_by_layer.py --rate-mbit 2000 --ranges 4,8,16,32 --plot docs/drawings/layers.svg
+    python -m benchmarks.layer_by_layer --rate-mbit 2000 --ranges 4,8,16 --plot docs/drawings/layers.svg
 
-Takes root, or user namespaces that may be made; `unshare`, `ip` and `tc`. Without --rate-mbit processes share memory,
-and each layer takes as long as --wire-gbit-s says that its bytes do.
+Takes what `slow_wire` does. Without --rate-mbit processes of one host share memory, and each layer takes as long as
+--wire-gbit-s says that its bytes do.
 """
 
 from __future__ import annotations
@@ -14,15 +14,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BURST_BYTES = 256 << 10  # what the device may send at once: a few of its largest packets
+from benchmarks.slow_wire import Host, enter_namespace, two_hosts
+
+REGISTRY_PORT = 8998
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,14 @@ class Case:
         config: as a model's config.json has it.
         flags: of `kvferry bench`, beside those.
         token_bytes: of one token in all layers, as far as they keep every token.
+        fixed_bytes: of what a request has once.
     """
 
     name: str
     config: dict[str, Any]
     flags: tuple[str, ...]
     token_bytes: int
+    fixed_bytes: int = 0
 
 
 LAYERS = 32
@@ -67,46 +72,90 @@ WINDOWS = {
     "sliding_window": 1024,
     "layer_types": (["sliding_attention"] * 3 + ["full_attention"]) * (LAYERS // 4),
 }
+STATE = {
+    **ATTENTION,
+    "model_type": "qwen3_next",
+    "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * (LAYERS // 4),
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 _GQA_BYTES = 2 * 2 * 8 * 128 * LAYERS
+_STATE_BYTES = LAYERS * 3 // 4 * (16 * 128 * 128 * 2 + 3 * (2 * 8 * 128 + 16 * 128) * 2)
 
 CASES = (
     Case("GQA, TP 1 -> 1", GQA, (), _GQA_BYTES),
     Case("GQA, TP 2 -> 1", GQA, ("--prefill-tp", "2"), _GQA_BYTES),
     Case("MLA, TP 1 -> 1", LATENTS, (), 2 * (512 + 64) * LAYERS),
     Case("windows and full attention, TP 1 -> 1", WINDOWS, (), _GQA_BYTES),
+    Case("recurrent state and full attention, TP 1 -> 1", STATE, (), _GQA_BYTES // 4, _STATE_BYTES),
 )
 
 
-def command(case: Case, config: Path, ranges: int, options: argparse.Namespace) -> list[str]:
-    """Returns the command line that measures a case."""
-    tokens = max(16, round(options.request_mb * 1e6 / case.token_bytes / 16) * 16)
-    layer_s = options.computing * tokens * case.token_bytes / LAYERS / options.bytes_per_s
-    bench = [
-        *(sys.executable, "-m", "kvferry", "bench", "--config", str(config), *case.flags, "--json"),
+def flags_of(case: Case, config: Path, ranges: int, options: argparse.Namespace) -> list[str]:
+    """Returns the flags of `kvferry bench` that measure a case."""
+    kept_bytes = options.request_mb * 1e6 - case.fixed_bytes
+    tokens = max(16, round(kept_bytes / case.token_bytes / 16) * 16)
+    layer_s = options.computing * (tokens * case.token_bytes + case.fixed_bytes) / LAYERS / options.bytes_per_s
+    return [
+        *("--config", str(config), *case.flags),
         *("--page-size", "16", "--tokens", str(tokens), "--requests", "4", "--variants", options.variants),
         *("--repetitions", str(options.repetitions)),
         *("--layer-time-ms", f"{1e3 * layer_s:.4f}", "--layer-ranges", str(ranges)),
     ]
-    if not options.rate_mbit:
-        return bench
-    bucket = f"tbf rate {options.rate_mbit}mbit burst {BURST_BYTES}b latency 1s"
-    slow = f"ip link set lo up && tc qdisc add dev lo root {bucket}"
-    may_make = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", "--net", *may_make, "sh", "-ec", f"{slow} && exec {shlex.join(bench)}"]
 
 
-def measured(case: Case, ranges: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+def bench(flags: Sequence[str], hosts: tuple[Host, Host] | None) -> dict[str, Any]:
+    """Runs `kvferry bench`; returns what it found.
+
+    Args:
+        hosts: of the prefill and of the decode side; None for one host, in whose memory both are.
+    """
+    command = [sys.executable, "-m", "kvferry"]
+    if hosts is None:
+        return _said(subprocess.Popen([*command, "bench", "--json", *flags], **_PIPES))
+    prefill, decode = hosts
+    unguarded = {**os.environ, "KVFERRY_ALLOW_UNAUTHENTICATED": "1", "UCX_TLS": "tcp,self"}
+    registry = ["registry", "--host", prefill.address, "--port", str(REGISTRY_PORT)]
+    with _running([*command, *registry], unguarded):
+        both = [*flags, "--registry", f"http://{prefill.address}:{REGISTRY_PORT}", "--one-clock"]
+        with _running([*command, "bench", "--role", "prefill", *both], unguarded | {"UCX_NET_DEVICES": prefill.device}):
+            there = [*decode.inside, *command, "bench", "--role", "decode", "--json", *both]
+            return _said(subprocess.Popen(there, env=unguarded | {"UCX_NET_DEVICES": decode.device}, **_PIPES))
+
+
+_PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+
+
+@contextmanager
+def _running(command: Sequence[str], environment: dict[str, str]) -> Iterator[None]:
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        yield
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _said(process: subprocess.Popen[str]) -> dict[str, Any]:
+    out, err = process.communicate()
+    if process.returncode:
+        raise SystemExit((err or out)[-2000:])
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def measured(
+    case: Case, ranges: int, options: argparse.Namespace, hosts: tuple[Host, Host] | None
+) -> list[dict[str, Any]]:
     """Measures a case once; returns a row for each variant that was sent whole and by layer."""
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps(case.config))
-        environment = {**os.environ, **({"UCX_TLS": "tcp,self"} if options.rate_mbit else {})}
-        run = subprocess.run(
-            command(case, config, ranges, options), env=environment, capture_output=True, text=True, check=False
-        )
-    if run.returncode:
-        raise SystemExit(f"{case.name}: {(run.stderr or run.stdout)[-2000:]}")
-    found = {each["variant"]: each for each in json.loads(run.stdout)["cases"]}
+        cases = bench(flags_of(case, config, ranges, options), hosts)["cases"]
+    found = {each["variant"]: each for each in cases}
     rows = []
     for variant in options.variants.split(","):
         whole, by_layer = found[variant], found[f"{variant}, by layer"]
@@ -186,13 +235,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     options.bytes_per_s = (options.rate_mbit * 1e6 or options.wire_gbit_s * 1e9) / 8
-    rows = [
-        row
-        for case in CASES
-        if options.cases in case.name
-        for ranges in options.ranges.split(",")
-        for row in measured(case, int(ranges), options)
-    ]
+    if options.rate_mbit:
+        enter_namespace("benchmarks.layer_by_layer")
+    with two_hosts(options.rate_mbit * 1_000_000) if options.rate_mbit else nullcontext() as hosts:
+        rows = [
+            row
+            for case in CASES
+            if options.cases in case.name
+            for ranges in options.ranges.split(",")
+            for row in measured(case, int(ranges), options, hosts)
+        ]
     if options.plot:
         draw(rows, options.plot)
     print(json.dumps({"rows": rows}) if options.json else markdown(rows))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from safetensors.torch import save_file
@@ -178,8 +180,12 @@ _HEADS_OF_MIMO_V2 = {MIMO_V2: (1, 2), MIMO_V2_EVEN: (2, 4)}
 NAMES = sorted([*MODELS, *_HEADS_OF_MIMO_V2])
 
 
-def write(name: str, directory: Path, *, seed: int = 11) -> Path:
-    """Writes one of `NAMES` where an engine can load it; its weights are as the seed says."""
+def write(name: str, directory: Path, *, seed: int = 11, changes: Mapping[str, object] = MappingProxyType({})) -> Path:
+    """Writes one of `NAMES` where an engine can load it; its weights are as the seed says.
+
+    Args:
+        changes: to the configuration of one of `MODELS`.
+    """
     words = {f"w{number}": number for number in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -188,8 +194,8 @@ def write(name: str, directory: Path, *, seed: int = 11) -> Path:
     if name in _HEADS_OF_MIMO_V2:
         _write_mimo_v2(directory, *_HEADS_OF_MIMO_V2[name])
         return directory
-    architecture, changes = MODELS[name]
-    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | changes))
+    architecture, own = MODELS[name]
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **_SIZES | own | dict(changes)))
     network.to(torch.float32).save_pretrained(directory)
     return directory
 

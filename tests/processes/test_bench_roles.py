@@ -87,6 +87,21 @@ def test_two_commands_measure_what_one_does(registry: str, first: str):
             assert case[name] > 0, name
 
 
+@pytest.mark.full
+def test_two_commands_of_one_machine_measure_what_is_left_when_a_prompt_is_computed(registry: str):
+    flags = ("--one-clock", "--variants", "direct", "--layer-time-ms", "2", "--layer-ranges", "2")
+    with side("prefill", registry, *flags) as prefill, side("decode", registry, *flags, "--json") as decode:
+        code, output, errors = ended(decode)
+        assert code == 0, errors
+        assert ended(prefill)[0] == 0
+    shown = json.loads(output)
+    assert shown["exact"] is True
+    assert shown["latency_from"] == "submit"
+    assert [case["variant"] for case in shown["cases"]] == ["direct", "direct, by layer"]
+    for case in shown["cases"]:
+        assert 0 < case["exposed"]["ms"]["p50"] < case["latency_ms"]["p50"]
+
+
 def _json(role: str) -> tuple[str, ...]:
     return ("--json",) if role == "decode" else ()
 

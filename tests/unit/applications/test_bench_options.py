@@ -184,14 +184,15 @@ def test_roles_that_cannot_be_are_refused(role: str, registry: str | None, said:
 
 def test_the_registry_of_a_side_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("KVFERRY_REGISTRY_URL", "http://127.0.0.1:1")
-    assert checked_place("decode", None) == Place("decode", "http://127.0.0.1:1")
+    assert checked_place("decode", None) == Place("decode", "http://127.0.0.1:1", shares_clock=False)
     assert checked_place("decode", "http://127.0.0.1:2").registry_url == "http://127.0.0.1:2"
-    assert checked_place("both", None) == Place("both", None)
+    assert checked_place("both", None) == Place("both", None, shares_clock=True)
+    assert checked_place("prefill", "http://127.0.0.1:2", one_clock=True).shares_clock
 
 
 def test_the_prefill_side_shows_nothing():
     with pytest.raises(SettingsError, match="the decode side shows"):
-        run(ARGUMENTS, Place("prefill", "http://127.0.0.1:1"), picture=None, wants_json=True)
+        run(ARGUMENTS, checked_place("prefill", "http://127.0.0.1:1"), picture=None, wants_json=True)
 
 
 def test_variants_keep_the_order_in_which_they_are_measured():
@@ -221,7 +222,12 @@ def test_a_shape_is_refused_before_anything_is_allocated(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("kvferry.applications.bench.run.measure", fail)
     with pytest.raises(SettingsError, match="is available"):
-        run(dataclasses.replace(ARGUMENTS, requests=100_000_000), Place("both", None), picture=None, wants_json=True)
+        run(
+            dataclasses.replace(ARGUMENTS, requests=100_000_000),
+            checked_place("both", None),
+            picture=None,
+            wants_json=True,
+        )
 
 
 def test_available_memory_is_known_here():
@@ -275,4 +281,4 @@ def test_a_transport_that_is_not_installed_is_refused_before_anything_starts(mon
 
     monkeypatch.setattr(FaultyTransport, "check_available", fails)
     with pytest.raises(TransportUnavailableError, match="pip install it"):
-        run(dataclasses.replace(ARGUMENTS, transport=OWN), Place("both", None), picture=None, wants_json=True)
+        run(dataclasses.replace(ARGUMENTS, transport=OWN), checked_place("both", None), picture=None, wants_json=True)

@@ -30,6 +30,7 @@ def run_of(num_bytes: int, seconds: float, path: str = "direct") -> Run:
         submit_s=(1e-5, 3e-5),
         cpu_s=0.5 * num_bytes / 1e9,
         descriptors=(100, 100),
+        writes=(1, 3),
         ways=(Way(path, "it is faster", num_bytes),),
     )
 
@@ -116,6 +117,7 @@ def test_the_json_has_the_fields_in_their_units():
     assert set(direct["latency_ms"]) == {"p50", "p95", "p99"}
     assert direct["cpu_s_per_gb"] == 0.5
     assert direct["descriptors"] == 100
+    assert direct["writes"] == 2
     assert direct["bytes_per_request"] == 10**9 // 2
     assert direct["exact"] is True
 
@@ -200,9 +202,16 @@ def test_the_path_is_what_the_records_say():
 def accounts() -> tuple[list[Sent], list[Received]]:
     sent = [
         Sent(
-            (1.0, 2.0), (2.0, 4.5), (1e-6, 2e-6), 0.5, ({"a": 10, "b": 20}, {"a": 10}), (3, 4), (Way("direct", "", 40),)
+            (1.0, 2.0),
+            (2.0, 4.5),
+            (1e-6, 2e-6),
+            0.5,
+            ({"a": 10, "b": 20}, {"a": 10}),
+            (3, 4),
+            (2, 1),
+            (Way("direct", "", 40),),
         ),
-        Sent((0.5, 2.5), (1.5, 4.75), (3e-6, 4e-6), 0.25, ({"a": 5}, {}), (1, 0), (Way("staged", "", 5),)),
+        Sent((0.5, 2.5), (1.5, 4.75), (3e-6, 4e-6), 0.25, ({"a": 5}, {}), (1, 0), (1, 0), (Way("staged", "", 5),)),
     ]
     return sent, [Received("a", (3.0, 5.0), 0.1), Received("b", (4.0, 4.5), 0.15)]
 
@@ -215,6 +224,7 @@ def test_times_run_from_the_first_submit_to_the_last_arrival_of_all_ranks():
     assert result.num_bytes == 45
     assert result.cpu_s == pytest.approx(1.0)
     assert result.descriptors == (4, 4)
+    assert result.writes == (3, 1)
     assert result.submit_s == (1e-6, 2e-6, 3e-6, 4e-6)
     assert [way.path for way in result.ways] == ["direct", "staged"]
 

@@ -163,9 +163,8 @@ class Ranks:
                     return commands.Received("receiver", (self._now + 1,) * count, 0.5)
                 way = commands.Way("staged", "asked for", 10)
                 bytes_sent = ({"receiver": 10},) * count
-                return commands.Sent(
-                    (self._now,) * count, (self._now,) * count, (1e-6,) * count, 0.5, bytes_sent, (1,) * count, (way,)
-                )
+                times, ones = (self._now,) * count, (1,) * count
+                return commands.Sent(times, times, (1e-6,) * count, 0.5, bytes_sent, ones, ones, (way,))
             case commands.Check():
                 return commands.Found(Checked(100))
             case commands.Listen():

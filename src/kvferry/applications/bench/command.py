@@ -21,6 +21,14 @@ def bench(
         str | None,
         typer.Option(help="Where a registry answers, by which the sides find each other [KVFERRY_REGISTRY_URL]."),
     ] = None,
+    one_clock: Annotated[
+        bool,
+        typer.Option(
+            "--one-clock",
+            help="With --role prefill or decode: the other side runs on this machine, in a container or network "
+            "namespace of its own, so that times of both can be compared.",
+        ),
+    ] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw latencies and throughput: a .svg, .png or .pdf.")] = None,
     json: Json = False,
 ) -> None:
@@ -35,5 +43,5 @@ def bench(
     """
     from kvferry.applications.bench.run import checked_place, run
 
-    if not run(arguments, checked_place(role, registry), picture=plot, wants_json=json):
+    if not run(arguments, checked_place(role, registry, one_clock=one_clock), picture=plot, wants_json=json):
         raise typer.Exit(FAILED)

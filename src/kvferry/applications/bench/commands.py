@@ -147,6 +147,7 @@ class Sent(_Message, frozen=True):
         cpu_s: of the whole process, meanwhile.
         sent_bytes: for every transfer, how many went to each receiver.
         descriptors: of every transfer.
+        writes: of every transfer, chunks to receivers.
         ways: how the bytes went.
     """
 
@@ -156,6 +157,7 @@ class Sent(_Message, frozen=True):
     cpu_s: float
     sent_bytes: tuple[dict[str, int], ...]
     descriptors: tuple[int, ...]
+    writes: tuple[int, ...]
     ways: tuple[Way, ...]
 
 

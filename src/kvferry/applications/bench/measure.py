@@ -46,6 +46,7 @@ class Run:
         submit_s: of every submit.
         cpu_s: of all ranks' processes.
         descriptors: of every transfer, over all ranks.
+        writes: of every transfer, over all ranks: of each chunk to each receiver one.
         ways: how the bytes travelled.
     """
 
@@ -56,6 +57,7 @@ class Run:
     submit_s: tuple[float, ...]
     cpu_s: float
     descriptors: tuple[int, ...]
+    writes: tuple[int, ...]
     ways: tuple[commands.Way, ...]
 
     @property
@@ -274,5 +276,6 @@ def combined(
         submit_s=tuple(seconds for account in sent for seconds in account.submit_s),
         cpu_s=sum(account.cpu_s for account in sent) + sum(account.cpu_s for account in received),
         descriptors=tuple(sum(counts) for counts in zip(*(account.descriptors for account in sent), strict=True)),
+        writes=tuple(sum(counts) for counts in zip(*(account.writes for account in sent), strict=True)),
         ways=tuple(way for account in sent for way in account.ways),
     )

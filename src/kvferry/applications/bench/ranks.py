@@ -236,6 +236,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             cpu_s=cpu_s,
             sent_bytes=tuple(sent_bytes),
             descriptors=tuple(sender.stats.descriptors for sender in self._transfers),
+            writes=tuple(len(sender.stats.writes) for sender in self._transfers),
             ways=ways_of(self._transfers),
         )
 

@@ -26,6 +26,7 @@ _FIGURES = (
     "latency_ms",
     "cpu_s_per_gb",
     "descriptors",
+    "writes",
     "bytes_per_request",
     "exposed",
 )
@@ -90,6 +91,7 @@ def _figures_data(figures: Figures | None) -> dict[str, Any]:
         "latency_ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in figures.latency_s.items()},
         "cpu_s_per_gb": round(figures.cpu_s_per_gb, 4),
         "descriptors": figures.descriptors,
+        "writes": figures.writes,
         "bytes_per_request": figures.request_bytes,
         "exposed": None if figures.exposed is None else _exposed_data(figures.exposed),
     }
@@ -149,13 +151,14 @@ def _exposed_table(options: BenchOptions, cases: Sequence[Case]) -> Table:
     )
     table.add_column("case")
     table.add_column("variant")
-    for name in ("left, ms (p50 / p95)", "of whole", "least possible, ms"):
+    for name in ("left, ms (p50 / p95)", "of whole", "least possible, ms", "writes"):
         table.add_column(name, justify="right")
     for case in cases:
         if case.figures is not None and case.figures.exposed is not None:
             exposed = case.figures.exposed
             left = " / ".join(f"{1e3 * seconds:.1f}" for seconds in exposed.seconds.values())
-            table.add_row(case.name, case.variant, left, f"{exposed.share:.2f}", f"{1e3 * exposed.limit_s:.1f}")
+            share, limit = f"{exposed.share:.2f}", f"{1e3 * exposed.limit_s:.1f}"
+            table.add_row(case.name, case.variant, left, share, limit, str(case.figures.writes))
     return table
 
 

@@ -39,10 +39,12 @@ class Place:
     Attributes:
         role: "both" sides, or "prefill" or "decode" alone.
         registry_url: where the registry answers; None has the benchmark run one.
+        shares_clock: whether the other side runs on this machine, too.
     """
 
     role: str
     registry_url: str | None
+    shares_clock: bool
 
     @property
     def side_names(self) -> tuple[str, ...]:
@@ -50,8 +52,11 @@ class Place:
         return ("prefill", "decode") if self.role == "both" else (self.role,)
 
 
-def checked_place(role: str, registry_url: str | None) -> Place:
+def checked_place(role: str, registry_url: str | None, *, one_clock: bool = False) -> Place:
     """Where the sides run.
+
+    Args:
+        one_clock: whether one side that runs by itself runs on the machine of the other.
 
     Raises:
         SettingsError: if there is no such role, or one side alone could not find the other.
@@ -59,14 +64,14 @@ def checked_place(role: str, registry_url: str | None) -> Place:
     if role not in ("both", "prefill", "decode"):
         raise SettingsError(f"--role {role!r}: it is both, prefill or decode")
     if role == "both":
-        return Place(role, registry_url)
+        return Place(role, registry_url, shares_clock=True)
     registry_url = registry_url or Settings().registry_url
     if registry_url is None:
         raise SettingsError(
             f"--role {role} needs --registry URL (KVFERRY_REGISTRY_URL), by which the two sides find each other: "
             "`kvferry registry` runs one"
         )
-    return Place(role, registry_url)
+    return Place(role, registry_url, one_clock)
 
 
 def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_json: bool) -> bool:
@@ -80,10 +85,10 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     """
     if place.role == "prefill" and (picture is not None or wants_json):
         raise SettingsError("--role prefill: the decode side shows the figures; give --json and --plot there")
-    if arguments.layer_time_ms and place.role != "both":
+    if arguments.layer_time_ms and not place.shares_clock:
         raise SettingsError(
             f"--layer-time-ms with --role {place.role}: what is left of a transfer when its prompt is computed is "
-            "measured by one clock, on one machine"
+            "measured by one clock. If both sides run on one machine, say --one-clock"
         )
     if picture is not None:
         check_picture(picture, option="--plot")
@@ -97,13 +102,12 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
             assert place.registry_url is not None
             return follow(planned, place.registry_url, agreed(arguments, planned), Settings(), status.update)
         cases = measure(arguments, planned, place, status.update)
-    shares_clock = place.role == "both"
     if wants_json:
-        typer.echo(report.as_json(planned[0], cases, shares_clock=shares_clock))
+        typer.echo(report.as_json(planned[0], cases, shares_clock=place.shares_clock))
     else:
         console = Console()
         console = console if console.is_terminal else Console(width=_WIDTH)
-        report.show(planned[0], cases, console, shares_clock=shares_clock)
+        report.show(planned[0], cases, console, shares_clock=place.shares_clock)
     if picture is not None:
         from kvferry.applications.bench.drawing import draw
 
@@ -124,7 +128,7 @@ def measure(
     Raises:
         KVFerryError: if the other side is not there or was told something else, or a process fails.
     """
-    run_context = RunContext(secrets.token_hex(4), place.registry_url, shares_clock=place.role == "both")
+    run_context = RunContext(secrets.token_hex(4), place.registry_url, shares_clock=place.shares_clock)
     cases: list[Case] = []
 
     def measure_all(teams: Teams) -> bool:

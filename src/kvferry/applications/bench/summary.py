@@ -46,6 +46,7 @@ class Figures:
         submit_s: percentiles, by their number.
         latency_s: likewise.
         descriptors: median of a request's.
+        writes: likewise.
         exposed: where a prefill is played that computes layer by layer.
     """
 
@@ -60,6 +61,7 @@ class Figures:
     latency_s: dict[int, float]
     cpu_s_per_gb: float
     descriptors: int
+    writes: int
     request_bytes: int
     all_latencies_s: tuple[float, ...]
     exposed: Exposed | None
@@ -170,6 +172,7 @@ def _figures(measured: Measured, variant: str) -> Figures:
         latency_s=percentiles(latencies, 50, 95, 99),
         cpu_s_per_gb=median(_cpu_s_per_gb(run) for run in runs),
         descriptors=round(median(count for run in runs for count in run.descriptors)),
+        writes=round(median(count for run in runs for count in run.writes)),
         request_bytes=request_bytes,
         all_latencies_s=latencies,
         exposed=_exposed(measured, variant, request_bytes / median(bulk)) if measured.options.layer_time_ms else None,
