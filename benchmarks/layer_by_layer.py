@@ -83,7 +83,7 @@ STATE = {
     "linear_conv_kernel_dim": 4,
 }
 _GQA_BYTES = 2 * 2 * 8 * 128 * LAYERS
-_STATE_BYTES = LAYERS * 3 // 4 * (16 * 128 * 128 * 2 + 3 * (2 * 8 * 128 + 16 * 128) * 2)
+_STATE_BYTES = LAYERS * 3 // 4 * (16 * 128 * 128 * 4 + 3 * (2 * 8 * 128 + 16 * 128) * 2)
 
 CASES = (
     Case("GQA, TP 1 -> 1", GQA, (), _GQA_BYTES),
@@ -117,13 +117,23 @@ def bench(flags: Sequence[str], hosts: tuple[Host, Host] | None) -> dict[str, An
     if hosts is None:
         return _said(subprocess.Popen([*command, "bench", "--json", *flags], **_PIPES))
     prefill, decode = hosts
-    unguarded = {**os.environ, "KVFERRY_ALLOW_UNAUTHENTICATED": "1", "UCX_TLS": "tcp,self"}
     registry = ["registry", "--host", prefill.address, "--port", str(REGISTRY_PORT)]
-    with _running([*command, *registry], unguarded):
+    with _running([*command, *registry], _environment(prefill)):
         both = [*flags, "--registry", f"http://{prefill.address}:{REGISTRY_PORT}", "--one-clock"]
-        with _running([*command, "bench", "--role", "prefill", *both], unguarded | {"UCX_NET_DEVICES": prefill.device}):
+        with _running([*command, "bench", "--role", "prefill", *both], _environment(prefill)):
             there = [*decode.inside, *command, "bench", "--role", "decode", "--json", *both]
-            return _said(subprocess.Popen(there, env=unguarded | {"UCX_NET_DEVICES": decode.device}, **_PIPES))
+            return _said(subprocess.Popen(there, env=_environment(decode), **_PIPES))
+
+
+def _environment(host: Host) -> dict[str, str]:
+    """Of a process on one of two hosts."""
+    return {
+        **os.environ,
+        "KVFERRY_HOST": host.address,
+        "KVFERRY_ALLOW_UNAUTHENTICATED": "1",
+        "UCX_TLS": "tcp,self",
+        "UCX_NET_DEVICES": host.device,
+    }
 
 
 _PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}

@@ -18,6 +18,8 @@ BURST_BYTES = 256 << 10  # what a device may send at once: a few of its largest 
 _INSIDE = "KVFERRY_BENCHMARK_IN_NAMESPACE"
 """The environment variable that says that a process is in its namespace."""
 
+_NAMESPACES = ("--net", "--mount")
+
 
 def enter_namespace(module: str) -> None:
     """Runs a module again, with this process's arguments, in a network namespace of its own, and ends with its status.
@@ -26,9 +28,9 @@ def enter_namespace(module: str) -> None:
     """
     if _INSIDE not in os.environ:
         may_make = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-        command = ["unshare", "--net", *may_make, sys.executable, "-m", module, *sys.argv[1:]]
+        command = ["unshare", *_NAMESPACES, *may_make, sys.executable, "-m", module, *sys.argv[1:]]
         raise SystemExit(subprocess.run(command, env={**os.environ, _INSIDE: "1"}, check=False).returncode)
-    _run("ip", "link", "set", "lo", "up")
+    _begin(())
 
 
 def slow_down(device: str, bits_per_s: int, *, inside: Sequence[str] = ()) -> None:
@@ -59,15 +61,15 @@ class Host:
 @contextmanager
 def two_hosts(bits_per_s: int) -> Iterator[tuple[Host, Host]]:
     """Connects the namespace of this process to another one, by a wire that passes so much either way."""
-    with subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE) as other:
-        inside = ("nsenter", f"--net=/proc/{other.pid}/ns/net")
+    with subprocess.Popen(["unshare", *_NAMESPACES, "cat"], stdin=subprocess.PIPE) as other:
+        inside = ("nsenter", f"--target={other.pid}", *_NAMESPACES)
         here, there = Host("10.7.0.1", "wire0"), Host("10.7.0.2", "wire1", inside)
         while os.readlink(f"/proc/{other.pid}/ns/net") == os.readlink("/proc/self/ns/net"):
             time.sleep(0.01)  # it has not come there yet
         _run("ip", "link", "add", here.device, "type", "veth", "peer", "name", there.device)
         _run("ip", "link", "set", there.device, "netns", str(other.pid))
+        _begin(inside)
         for host in (here, there):
-            _run(*host.inside, "ip", "link", "set", "lo", "up")
             _run(*host.inside, "ip", "address", "add", f"{host.address}/24", "dev", host.device)
             _run(*host.inside, "ip", "link", "set", host.device, "up")
             slow_down(host.device, bits_per_s, inside=host.inside)
@@ -76,6 +78,12 @@ def two_hosts(bits_per_s: int) -> Iterator[tuple[Host, Host]]:
         finally:
             _run("ip", "link", "delete", here.device)
             other.kill()
+
+
+def _begin(inside: Sequence[str]) -> None:
+    """Makes a namespace ready: its loopback device, and its own devices where programs look for them."""
+    _run(*inside, "ip", "link", "set", "lo", "up")
+    _run(*inside, "mount", "-t", "sysfs", "none", "/sys")
 
 
 def _run(*command: str) -> None:

@@ -29,6 +29,7 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
+from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
 from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
@@ -815,6 +816,19 @@ def _readiness_assumed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(unread_chunks, "Awaited", lambda _, then: Awaited(lambda: True, then))
 
 
+def _joined_unready(patch: pytest.MonkeyPatch) -> None:
+    """Whatever waits behind a chunk whose signal has come is taken with it."""
+    original = UnreadChunks.signalled
+
+    def signalled(unread: UnreadChunks, error: Exception | None, now: float) -> Exception | None:
+        raised = original(unread, error, now)
+        while unread._unready:
+            unread._add_ready(unread._unready.popleft(), now)
+        return raised
+
+    patch.setattr(UnreadChunks, "signalled", signalled)
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -889,6 +903,7 @@ PLANTED: dict[str, Plant] = {
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
     "a refusal of the prefill side is told nobody": _refused_by_silence,
     "layers read before they are ready": _readiness_assumed,
+    "layers join others before they are ready": _joined_unready,
 }
 
 ONLY_ENUMERATED: dict[str, Plant] = {

@@ -163,9 +163,6 @@ def sglang_cell(family: Family, shape: Shape) -> Cell:
     if family.sglang is not None:
         test = f"{_MADE}::test_a_family_that_sglang_lacks_is_not_in_its_registry[{name}]"
         return Cell(Status.ENGINE, test, family.sglang)
-    if name in WITHOUT_ATTENTION:
-        test = f"{_MADE}::test_a_family_without_attention_is_refused[{name}]"
-        return Cell(Status.NOT_YET, test, "requests without pages are not described")
     if shape is Shape.DATA:
         return Cell(Status.BYTES, f"{_DIVIDED}::test_each_data_parallel_group_sends_its_own_requests")
     if shape is Shape.CONTEXT:
@@ -173,19 +170,16 @@ def sglang_cell(family: Family, shape: Shape) -> Cell:
     if family.draft is not None:
         if shape is Shape.STAGES:
             return Cell(Status.BYTES, f"{_DRAFTS}::test_a_draft_model_is_sent_by_the_last_pipeline_stage")
-        test = f"{_DRAFTS}::test_a_draft_models_cache_is_cut_by_its_own_heads"
         if shape is Shape.PAGES:
-            return Cell(Status.NOT_YET, test, "nobody has tried pages of other sizes beside a draft model")
-        return Cell(Status.BYTES, test)
+            return Cell(Status.BYTES, f"{_DRAFTS}::test_pages_may_differ_in_size")
+        return Cell(Status.BYTES, f"{_DRAFTS}::test_a_draft_models_cache_is_cut_by_its_own_heads")
     if name in SPARSE:
         if shape is Shape.TENSOR:
             return Cell(Status.BYTES, f"{SGLANG_FOLDER}/test_companions.py::test_the_index_goes_with_its_latents")
         test = f"{SGLANG_FOLDER}/test_companions.py::test_what_cannot_be_cut_alike_is_refused"
         if shape is Shape.PAGES:
             return Cell(Status.ENGINE, test, "SGLang sets the size of pages itself where attention is sparse, to 64")
-    if shape is Shape.STAGES and name in SPARSE:
-        test = "tests/unit/engines/test_sglang_companions.py::test_a_stages_index_is_that_of_its_layers"
-        return Cell(Status.NOT_YET, test, "stages are described, and no request has crossed from one")
+        return Cell(Status.BYTES, f"{SGLANG_FOLDER}/test_companions.py::test_a_stages_index_goes_with_its_latents")
     if shape is Shape.STAGES and name in STATES:
         return Cell(Status.BYTES, f"{_SGLANG_STAGES}::test_stages_have_their_own_recurrent_state")
     if shape is Shape.STAGES and name in _SGLANG_WINDOWS:
@@ -201,13 +195,16 @@ def sglang_cell(family: Family, shape: Shape) -> Cell:
 
 
 def _sglang_context(family: Family) -> Cell:
-    if family.draft is not None or family.name in (*_SGLANG_WINDOWS, *SPARSE):
+    if family.name in _SGLANG_WINDOWS:
         return Cell(
-            Status.NOT_YET,
-            "tests/unit/engines/test_sglang_layouts.py::test_what_sglang_does_not_divide_by_token_is_refused_there",
-            "SGLang keeps windows, an index and a draft model's cache whole on ranks that divide tokens (`--dcp-size`)",
+            Status.ENGINE,
+            f"{_DIVIDED}::test_sglang_cannot_write_windows_where_ranks_divide_tokens",
+            "SGLang's pool of windows does not take which tokens are a rank's own (`dcp_kv_mask`), with `--dcp-size`",
         )
-    if family.name in STATES:
+    if family.draft is not None or family.name in SPARSE:
+        test = "test_a_draft_and_an_index_have_every_token_on_ranks_that_divide_them"
+        return Cell(Status.BYTES, f"{_DIVIDED}::{test}")
+    if family.name in (*STATES, *WITHOUT_ATTENTION):
         test = "test_state_is_divided_among_context_parallel_ranks_that_share_their_group"
         return Cell(Status.BYTES, f"{_DIVIDED}::{test}")
     return Cell(Status.BYTES, f"{_DIVIDED}::test_tokens_may_go_round_on_both_sides")

@@ -274,10 +274,17 @@ class _Truth:
             return [(each["num_heads"], each["head_dim"])] * 3
         if "conv_L_cache" in known:
             return [(known["hidden_size"], 1)]
-        heads = known.get("mamba_n_heads") or known["mamba_num_heads"]
-        width = known.get("mamba_d_head") or known["mamba_head_dim"]
-        groups = known.get("mamba_n_groups") or known["n_groups"]
-        state = known.get("mamba_d_state") or known["ssm_state_size"]
+        if known["model_type"] in ("mamba", "falcon_mamba"):  # Mamba 1
+            return [(known["intermediate_size"], 1)]
+
+        def first(*names: str) -> int:
+            return next(int(known[name]) for name in names if name in known)
+
+        heads, width = (
+            first("mamba_n_heads", "mamba_num_heads", "num_heads"),
+            first("mamba_d_head", "mamba_head_dim", "head_dim"),
+        )
+        groups, state = first("mamba_n_groups", "n_groups"), first("mamba_d_state", "ssm_state_size", "state_size")
         return [(heads, width), (groups, state), (groups, state)]
 
 

@@ -169,10 +169,12 @@ class Request:
 
     def send(self, *, cut: int = 3) -> None:
         """In two chunks, as with chunked prefill: what the decode side does not hold."""
-        pages = self.source[0][self.held_pages :]
+        model = self.pair.model
+        held = self.held_pages if model.layers or model.window_layers else 0  # pages that nothing is in are no prefix
+        pages = self.source[0][held:]
         cut = min(cut, max(0, len(pages) - 1))
         for sender in self.senders:
-            assert sender.pop_decode_prefix_len() == self.held_pages * self.pair.model.page_tokens
+            assert sender.pop_decode_prefix_len() == held * model.page_tokens
             sender.init(len(pages), self.aux_index)
             if sender.should_send_kv_chunk(cut, False):
                 sender.send(np.array(pages[:cut], np.int32), None)

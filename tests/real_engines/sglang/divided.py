@@ -6,6 +6,7 @@ What a prefill rank caches is written as SGLang writes it: every rank is given a
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.layers.dcp.layout import maybe_dcp_kernel_indices
 from sglang.srt.mem_cache.allocator.page_interleave import PageInterleavePoolAllocator
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
 from sglang.srt.mem_cache.page_interleave import PageShardSpec
 from sglang.srt.mem_cache.page_interleave_pool import PageInterleaveMHATokenToKVPool, PageInterleaveMLATokenToKVPool
 from tests.real_engines.sglang.crossings import Members, wait
@@ -163,6 +164,92 @@ class DecodeContextRank(DividedRank):
             buffer[rows] = self.whole(room, number, len(slots))[orders]
 
 
+class WithCompanion(DecodeContextRank):
+    """A rank of --dcp-size, or one that keeps all tokens, with something beside that has every token on every rank.
+
+    Attributes:
+        MODEL: what it is a rank of.
+        HAS_WHOLE_PAGES: whether what it has beside is moved in whole pages.
+    """
+
+    MODEL: Model
+    HAS_WHOLE_PAGES = False
+
+    def __init__(self, dcp: int, dcp_rank: int, *, page: int, pool: Any = None, **options: Any) -> None:
+        super().__init__(self.MODEL, dcp, dcp_rank, tp=1, tp_rank=0, page=page, pool=pool, **options)
+        self.page_slots = page * dcp
+
+    @property
+    @abstractmethod
+    def companion(self) -> Sequence[tuple[torch.Tensor, int]]:
+        """Its buffers, by page, and how many tokens such a page has."""
+
+    def write(self, room: int, slots: Numbers) -> None:
+        super().write(room, slots)
+        for number, (buffer, page) in enumerate(self.companion):
+            buffer[slots[::page] // page] = self._companions(room, number, len(slots), page, buffer)
+
+    def check_slots(self, room: int, slots: Numbers, held: int) -> None:
+        super().check_slots(room, slots, held)
+        for number, (buffer, page) in enumerate(self.companion):
+            pages, row = (slots[::page] // page)[held // page :], buffer[0].numel() // page
+            expected = self._companions(room, number, len(slots), page, buffer)[held // page :]
+            # What lies behind a prompt in its last page need not travel, but where pages are not cut.
+            rows = expected.numel() // row if self.HAS_WHOLE_PAGES else len(slots) - held // page * page
+            assert torch.equal(buffer[pages].reshape(-1, row)[:rows], expected.reshape(-1, row)[:rows])
+            others = np.setdiff1d(np.arange(len(buffer)), pages)
+            assert (buffer[others] == UNTOUCHED).all()
+
+    def clear(self) -> None:
+        super().clear()
+        for buffer, _ in self.companion:
+            buffer.fill_(UNTOUCHED)
+
+    def _companions(self, room: int, number: int, tokens: int, page: int, buffer: torch.Tensor) -> torch.Tensor:
+        """What a request has in one buffer, page by page: the same on every rank, whatever the size of pages."""
+        row = buffer[0].numel() // page
+        random = np.random.default_rng([room, 100 + number])
+        made = torch.from_numpy(random.integers(0, 256, (-(-tokens // page) * page, row), np.uint8))
+        return made.reshape(-1, page * row)
+
+
+class WithDraft(WithCompanion):
+    """With a draft model, whose pages have the tokens of all ranks."""
+
+    MODEL = LATENTS
+
+    def __init__(self, dcp: int, dcp_rank: int, **options: Any) -> None:
+        super().__init__(dcp, dcp_rank, page=PAGE, **options)
+        given: dict[str, Any] = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "layer_num": 1, "device": "cpu"}
+        page = PAGE * dcp
+        self.draft = MLATokenToKVPool((PAGES - 1) * page, page, dtype=torch.float16, enable_memory_saver=False, **given)
+
+    @property
+    def companion(self) -> Sequence[tuple[torch.Tensor, int]]:
+        return [(each.view(torch.uint8).reshape(PAGES, -1), self.page_slots) for each in self.draft.kv_buffer]
+
+
+class WithIndex(WithCompanion):
+    """With the index of sparse attention, in pages of 64 tokens."""
+
+    MODEL = Model(heads=None, page_tokens=64, layers=LAYERS)
+    HAS_WHOLE_PAGES = True
+
+    def __init__(self, dcp: int, dcp_rank: int, **options: Any) -> None:
+        size = (PAGES - 1) * 64
+        pool = {"kv_cache_dim": LATENT + ROPE, "index_head_dim": 128}
+        pool |= {"index_buf_size": (size + 64) * dcp - 64}  # as SGLang has it
+        super().__init__(dcp, dcp_rank, page=64, pool=pool, **options)
+
+    @staticmethod
+    def pool_class(model: Model) -> Any:
+        return DSATokenToKVPool
+
+    @property
+    def companion(self) -> Sequence[tuple[torch.Tensor, int]]:
+        return [(each.view(torch.uint8), 64) for each in self.pool.index_k_with_scale_buffer]
+
+
 class Crossing:
     """A request between two sides, in two chunks, as SGLang's schedulers handle it."""
 
@@ -194,6 +281,14 @@ class Crossing:
         tokens = np.arange(self.tokens)
         return pages[tokens // size] * size + tokens % size
 
+    def _states(self, manager: Any, slots: Numbers, page: int) -> list[Numbers]:
+        """What SGLang gives beside the pages of these slots, all of it of an index.
+
+        Args:
+            page: by pages of how many slots: by the pool's on the decode side, and by the allocator's on the other.
+        """
+        return [slots[::page] // page for _ in manager.state_types]
+
     def run(self, members: slice = slice(None), *, senders_of: slice = slice(None)) -> list[int]:
         """Has it cross, and returns how many bytes each prefill rank sent.
 
@@ -208,7 +303,8 @@ class Crossing:
         destinations = [self._slots(rank, 2) for rank in ranks]
         for receiver, rank, slots in zip(receivers, ranks, destinations, strict=True):
             pages = slots[self.held :: rank.page_slots] // rank.page_slots
-            receiver.send_metadata(pages.astype(np.int32), 1, [], decode_prefix_len=self.held)
+            states = self._states(receiver.kv_mgr, slots[self.held :], rank.page)
+            receiver.send_metadata(pages.astype(np.int32), 1, states, decode_prefix_len=self.held)
         wait(lambda: [each.poll() for each in senders], KVPoll.WaitingForInput)
         for sender, rank, slots in zip(senders, self.ranks[0][senders_of], self.sources[senders_of], strict=True):
             held = sender.pop_decode_prefix_len()
@@ -217,7 +313,9 @@ class Crossing:
             sender.init(len(pages), 1)
             if len(pages) > 2:
                 sender.send(pages[:2], None)
-            sender.send(pages[2:] if len(pages) > 2 else pages, [])
+            sender.send(
+                pages[2:] if len(pages) > 2 else pages, self._states(sender.kv_mgr, slots[held:], rank.page_slots)
+            )
         wait(lambda: [each.poll() for each in receivers], KVPoll.Success)
         wait(lambda: [each.poll() for each in senders], KVPoll.Success)
         sent = [each.get_transfer_metric().transfer_total_bytes for each in senders]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +33,7 @@ from tests.real_engines.sglang.pool_ranks import (
     begin,
     part,
 )
-from tests.real_engines.sglang.ranks import Model
+from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
 from kvferry.engines.sglang.cache_kinds import check_pool
@@ -44,16 +45,21 @@ __all__ = ["pair"]  # a fixture
 pytestmark = pytest.mark.timeout(60)
 
 
-def sparse(kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: int = 128) -> PoolRank:
+def sparse(
+    kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: int = 128, layers: range = range(LAYERS)
+) -> PoolRank:
+    """A rank with some layers of latents, of which the second of the model may have no index."""
     page = 64 * kpool
-    skip = [False, skipped, False]
+    skip = [skipped and layer == 1 for layer in layers]
     pool = DSATokenToKVPool(
         (PAGES - 1) * page,
         page,
         kv_lora_rank=32,
         dtype=torch.bfloat16,
         qk_rope_head_dim=16,
-        layer_num=LAYERS,
+        layer_num=len(layers),
+        start_layer=layers.start,
+        end_layer=layers.stop,
         device="cpu",
         index_head_dim=order,
         enable_memory_saver=False,
@@ -65,11 +71,15 @@ def sparse(kpool: int, *, tp: int, tp_rank: int, skipped: bool = False, order: i
         max_running_requests=5,
         skip_topk_layers=skip,
     )
-    parts = [part(each, PAGES, page * 96) for each in pool.kv_buffer]
-    parts += [part(each) for each in pool.index_k_with_scale_buffer if len(each)]
+    made = [(pool.kv_buffer, (PAGES, page * 96), "pages"), (pool.index_k_with_scale_buffer, (), "pages")]
     if kpool > 1:
-        tails = (*pool._compress_tail_k, *pool._compress_tail_score)
-        parts += [part(each, of="slots") for each in tails if len(each)]
+        made += [(pool._compress_tail_k, (), "slots"), (pool._compress_tail_score, (), "slots")]
+    parts = [
+        replace(part(each, *shape, of=of), label=100 * kind + layer)
+        for kind, (buffers, shape, of) in enumerate(made)
+        for layer, each in zip(layers, buffers, strict=True)
+        if len(each)
+    ]
     return PoolRank(Model(heads=None, page_tokens=page, layers=LAYERS), pool, parts, tp=tp, tp_rank=tp_rank)
 
 
@@ -124,6 +134,22 @@ def test_the_index_goes_with_its_latents(
 ):
     monkeypatch.setenv("KVFERRY_PATH", path)
     begin(pair, lambda **where: sparse(kpool, skipped=skipped, **where), prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "kpool", "skipped"),
+    [(2, 1, 1, False), (1, 2, 1, False), (2, 3, 1, False), (2, 1, 2, True), (1, 2, 2, True)],
+)
+def test_a_stages_index_goes_with_its_latents(pair: Pair, prefill: int, decode: int, kpool: int, skipped: bool):
+    """Also of a stage in which a layer takes what the one before it has chosen."""
+    for mode, stages in ((PREFILL, prefill), (DECODE, decode)):
+        for stage in range(stages):
+            layers = range(stage * LAYERS // stages, (stage + 1) * LAYERS // stages)
+            rank = sparse(kpool, tp=1, tp_rank=0, skipped=skipped, layers=layers)
+            pair.model = rank.model
+            pair.start(mode, rank, pp=stages, stage=stage)
     Crossing(pair, 1, 5).run()
     Crossing(pair, 2, 7, held=3).run()
 

@@ -5,6 +5,7 @@ SGLang computes none of it on a CPU. Its classes of pools, its allocator and its
 
 from __future__ import annotations
 
+import inspect
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang.srt.mem_cache import memory_pool, page_interleave_pool
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from tests.real_engines.sglang.crossings import Request
 from tests.real_engines.sglang.divided import (
     KEYS,
@@ -21,6 +24,8 @@ from tests.real_engines.sglang.divided import (
     DecodeContextRank,
     ShardedRank,
     WholeRank,
+    WithDraft,
+    WithIndex,
 )
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 from tests.real_engines.sglang.test_ranks import Pair, pair
@@ -194,6 +199,23 @@ def test_tokens_may_go_round_on_both_sides(pair: Pair, prefill: int, decode: int
         Crossing(pair, room, tokens).run()
 
 
+@PATHS
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 4), (3, 2)])
+@pytest.mark.parametrize("kind", [WithDraft, WithIndex])
+def test_a_draft_and_an_index_have_every_token_on_ranks_that_divide_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, kind: Any, prefill: int, decode: int, path: str
+):
+    monkeypatch.setenv("KVFERRY_PATH", path)
+    pair.model = kind.MODEL
+    for mode, dcp in ((PREFILL, prefill), (DECODE, decode)):
+        for number in range(dcp):
+            where = {"attn_tp_size": dcp, "attn_tp_rank": number, "tp_size": dcp}
+            pair.start(mode, kind(dcp, number, **where))
+    page = kind.MODEL.page_tokens * decode
+    for room, (tokens, held) in enumerate([(6 * page + 3, 0), (2 * page, page), (2 * page + 1, page), (1, 0)]):
+        Crossing(pair, room, tokens, held=held).run()
+
+
 def test_sglangs_checksums_are_not_of_what_ranks_that_divide_tokens_have(pair: Pair):
     pair.model = LATENTS
     whole(pair, PREFILL, LATENTS, 2)
@@ -236,6 +258,13 @@ def test_each_data_parallel_group_sends_its_own_requests(pair: Pair, tp: int):
 
 
 # ---- what SGLang itself does not do ---------------------------------------------------------------------------------
+
+
+def test_sglang_cannot_write_windows_where_ranks_divide_tokens():
+    """Its attention says which tokens are a rank's own, and its pool of windows does not take that."""
+    assert "dcp_kv_mask" in inspect.signature(MHATokenToKVPool.set_kv_buffer).parameters
+    with pytest.raises(TypeError, match="unexpected keyword argument 'dcp_kv_mask'"):
+        SWAKVPool.set_kv_buffer(None, None, None, None, None, dcp_kv_mask=None)
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tests.real_engines.sglang.pool_ranks import PAGES, SIZES, Crossing, Part, P
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_companions import alone
 from tests.real_engines.sglang.test_ranks import Pair, pair
+from tests.support.crossings import cross
 
 from kvferry.engines.sglang.pools import around_managers
 
@@ -36,6 +37,7 @@ class DraftedRank(PoolRank):
         divided: tuple[int, int] | None = None,
         layers: range = range(LAYERS),
         is_last: bool = True,
+        page: int = PAGE,
         **options: Any,
     ) -> None:
         """Makes its pools.
@@ -45,16 +47,17 @@ class DraftedRank(PoolRank):
             divided: which part of the draft's heads the rank has, of how many, if not that of its other heads.
             layers: of the model, those of a pipeline stage.
             is_last: whether it is the stage that has the draft.
+            page: tokens in a page.
         """
         self._divided = divided or (tp_rank, tp)
-        given = {"page_size": PAGE, "dtype": torch.float16, "device": "cpu", "enable_memory_saver": False}
+        given = {"page_size": page, "dtype": torch.float16, "device": "cpu", "enable_memory_saver": False}
         of_heads = {**given, "head_dim": 8, "enable_alt_stream": False}
-        size = (PAGES - 1) * PAGE
+        size = (PAGES - 1) * page
         pool = MHATokenToKVPool(
             size, head_num=max(1, HEADS // tp), layer_num=len(layers), start_layer=layers.start, **of_heads
         )
         parts = [
-            _part(buffer, HEADS, 100 * kind + layer)
+            _part(buffer, page, HEADS, 100 * kind + layer)
             for kind, buffers in enumerate((pool.k_buffer, pool.v_buffer))
             for layer, buffer in zip(layers, buffers, strict=True)
         ]
@@ -65,14 +68,14 @@ class DraftedRank(PoolRank):
                 size, head_num=max(1, heads // self._divided[1]), layer_num=1, **of_heads
             )
             drafts = [
-                _part(each, heads, 200 + kind)
+                _part(each, page, heads, 200 + kind)
                 for kind, each in enumerate((*self.draft_pool.k_buffer, *self.draft_pool.v_buffer))
             ]
         else:
             self.draft_pool = MLATokenToKVPool(size, kv_lora_rank=16, qk_rope_head_dim=8, layer_num=1, **given)
-            drafts = [Part(part(each, PAGES, PAGE * 48).bytes, label=200) for each in self.draft_pool.kv_buffer]
+            drafts = [Part(part(each, PAGES, page * 48).bytes, label=200) for each in self.draft_pool.kv_buffer]
         self._drafts = drafts if is_last else []
-        model = Model(heads=HEADS, page_tokens=PAGE, layers=LAYERS)
+        model = Model(heads=HEADS, page_tokens=page, layers=LAYERS)
         super().__init__(model, pool, [*parts, *self._drafts], tp=tp, tp_rank=tp_rank)
         self.options = options
 
@@ -98,8 +101,8 @@ class DraftedRank(PoolRank):
         return range(start, start + max(1, each.total // count))
 
 
-def _part(buffer: torch.Tensor, heads: int, label: int) -> Part:
-    return Part(part(buffer, PAGES, PAGE, buffer.shape[1], 16).bytes, 1, "pages", heads, label)
+def _part(buffer: torch.Tensor, page: int, heads: int, label: int) -> Part:
+    return Part(part(buffer, PAGES, page, buffer.shape[1], 16).bytes, 1, "pages", heads, label)
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
@@ -143,3 +146,11 @@ def test_a_draft_model_is_sent_by_the_last_pipeline_stage(pair: Pair):
 def test_a_draft_model_that_the_other_side_lacks_stays_behind(pair: Pair):
     begin(pair, lambda **where: DraftedRank(heads=4, **where), 2, 1, is_last=False)
     Crossing(pair, 1, 5).run()
+
+
+@pytest.mark.parametrize("heads", [4, None], ids=["heads", "latents"])
+def test_pages_may_differ_in_size(pair: Pair, heads: int | None):
+    """Whole requests, in chunks and behind a prefix; and nothing else is written."""
+    begin(pair, lambda page=16, **where: DraftedRank(heads=heads, page=page, **where), 2, 1, page=32)
+    sides = (pair.prefill.managers, pair.decode.managers)
+    cross(*([(each.place.coordinates, each._layout) for each in managers] for managers in sides))

@@ -99,6 +99,7 @@ MODELS = {
     "heads by layer": Model(heads=1, window_layers=2, window_heads=4),
     "a mixer's groups": Model(state_layers=2, groups=4),
     "one group": Model(state_layers=2, groups=1),
+    "recurrent state alone": Model(layers=0, state_layers=2),
 }
 
 
@@ -124,7 +125,7 @@ def test_caches_arrive(
 
 @pytest.mark.parametrize(("here", "there"), [(4, 1), (1, 4), (4, 6)])
 @pytest.mark.parametrize("path", ["direct", "staged"])
-@pytest.mark.parametrize("model", ["heads", "latents", "a window", "recurrent state"])
+@pytest.mark.parametrize("model", ["heads", "latents", "a window", "recurrent state", "recurrent state alone"])
 def test_pages_may_differ_in_size(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, model: str, path: str, here: int, there: int
 ):
@@ -180,6 +181,7 @@ STAGED = {
     "a window": Model(layers=3, window_layers=5, window_heads=2),
     "recurrent state": Model(layers=4, state_layers=6),
     "a mixer's groups": Model(layers=2, state_layers=4, groups=4),
+    "recurrent state alone": Model(layers=0, state_layers=4),
 }
 
 

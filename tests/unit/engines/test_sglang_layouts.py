@@ -144,10 +144,11 @@ def test_a_stage_may_lack_layers_of_a_kind(lacks: str):
 # ---- tokens that ranks divide ---------------------------------------------------------------------------------------
 
 
-def apart(caches: Caches) -> RankLayout:
+def apart(caches: Caches, *, goes_round: bool = False) -> RankLayout:
     part = Part()
     where = RankCoordinates(cp_size=4, cp_rank=3)
-    return describe(caches, Placement(where, part, part, part, TokenShare(interleaved(4), 3)), Device())
+    share = TokenShare(interleaved(4), 3)
+    return describe(caches, Placement(where, part, part, Part(3, 4), share, goes_round=goes_round), Device())
 
 
 LATENTS = Caches(kv=Attention(buffers(3, page_bytes=PAGE_TOKENS * 24), None), page_tokens=PAGE_TOKENS)
@@ -162,15 +163,43 @@ def test_latents_may_be_divided_by_token():
 @pytest.mark.parametrize(
     ("more", "what"),
     [
-        ({"draft": buffers(1, first=0x90000)}, "a draft model"),
         ({"window": Attention(buffers(2, first=0x90000), heads(2)), "window_tokens": 4}, "sliding windows"),
         ({"scales": Attention(buffers(2, first=0x90000), heads(2))}, "scales of blocks"),
-        ({"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order", "kv"),)}, "an index"),
+        ({"index": Attention(buffers(2, first=0x90000), None)}, "an index"),
+        ({"uncut": (Uncut("rings", (0,), 3, buffers(1, first=0x90000), "an order", "window ring"),)}, "an index"),
     ],
 )
-def test_what_sglang_does_not_divide_by_token_is_refused_there(more: dict[str, Any], what: str):
+def test_what_nobody_has_tried_where_ranks_divide_tokens_is_refused_there(more: dict[str, Any], what: str):
     with pytest.raises(LayoutError, match=f"4 ranks divide the tokens .*{what}.* leave --dcp-size"):
         apart(replace(LATENTS, **more))
+
+
+INDEX: dict[str, Any] = {"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order", "kv"),)}
+DRAFT: dict[str, Any] = {
+    "draft": buffers(2, page_bytes=4 * PAGE_TOKENS * 20, first=0x90000),
+    "draft_heads": Heads(1, 4, 20, 20),
+}
+
+
+@pytest.mark.parametrize(("more", "what"), [(INDEX, "an index"), (DRAFT, "a draft model")], ids=["index", "draft"])
+def test_where_pages_go_round_an_index_and_a_draft_are_refused(more: dict[str, Any], what: str):
+    with pytest.raises(LayoutError, match=f"{what}.* leave --dcp-size"):
+        apart(replace(LATENTS, **more), goes_round=True)
+
+
+def test_an_index_has_every_token_where_ranks_divide_them():
+    layout = apart(replace(LATENTS, **INDEX))
+    (index,) = layout.shards_of("index")
+    assert (index.group, index.has_every_token, index.paging.page_tokens) == ("index", True, PAGE_TOKENS)
+    assert not layout.shards[0].has_every_token
+
+
+def test_a_draft_has_every_token_and_its_own_heads_where_ranks_divide_tokens():
+    """SGLang's draft never joins the ranks that divide tokens: all of them divide its heads."""
+    layout = apart(replace(LATENTS, **DRAFT))
+    for shard in layout.shards[1:]:
+        assert (shard.group, shard.has_every_token, shard.paging.page_tokens) == ("draft", True, 4 * PAGE_TOKENS)
+        assert shard.box[1] == Interval(3, 4)
 
 
 def state(layer: int, **changes: Any) -> StateBuffer:

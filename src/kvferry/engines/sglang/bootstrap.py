@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 from aiohttp import web
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
@@ -39,6 +41,8 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
 
 class _Routes(CommonKVBootstrapServer):  # type: ignore[misc]
     """SGLang's bootstrap server, which announces kvferry as well."""
+
+    _loop: Any = None  # its thread sets it, after whoever closes the server at once has looked for it
 
     def __init__(self, host: str, port: int, announcement: Announcement) -> None:
         self._announcement = announcement

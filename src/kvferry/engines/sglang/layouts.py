@@ -25,6 +25,10 @@ PENDING_GROUP = "pending index"
 COMPRESSION_GROUP = "pending compression"
 ROW_GROUP = "request row"
 
+DRAFT_GROUP = "draft"
+INDEX_GROUP = "index"
+"""Of a draft model, and of the index of sparse attention, where ranks divide the tokens of everything else in pages."""
+
 DRAFT, DENSE = "draft ", "dense "
 """What the names of a draft model's components begin with, and of those of layers that SGLang lists apart."""
 
@@ -50,9 +54,10 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
             "with pipeline stages DeepSeek V4, and sparse attention other than DeepSeek V3.2's, cannot be described: "
             "they need --pp-size 1"
         )
-    has_attention = bool(len(caches.kv)) or caches.layers is not None
-    if not has_attention and not any(each.group == KV_GROUP for each in caches.uncut):
-        raise LayoutError("this model has no layer with full attention, and kvferry sends requests by their pages")
+    has_attention = bool(len(caches.kv)) or bool(caches.layers)
+    has_state_alone = bool(caches.state) and caches.window is None
+    if not has_attention and not has_state_alone and not any(each.group == KV_GROUP for each in caches.uncut):
+        raise LayoutError("this model has no layer with full attention, whose pages a request is sent by")
     pools = _Pools(caches, place, device)
     stage = Stage(caches.first_layer, caches.layers)
     shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)] if has_attention else []
@@ -83,17 +88,21 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
 
 
 def _check_tokens(caches: Caches, place: Placement) -> None:
-    """Refuses caches with entries for tokens that SGLang keeps whole on ranks that divide a request's tokens."""
+    """Refuses what nobody has tried on ranks that divide a request's tokens.
+
+    With decode context parallelism a draft model and an index have every token on every rank.
+    """
     if place.token_parts == 1:
         return
-    whole = {
-        "a draft model": len(caches.draft),
+    is_other = [each.group not in _IN_STAGES for each in caches.uncut]
+    untried = {
+        "a draft model": place.goes_round and len(caches.draft),
         "sliding windows": caches.window is not None,
         "scales of blocks": caches.scales is not None or caches.window_scales is not None,
-        "an index of sparse attention": caches.uncut or caches.index is not None,
+        "an index of sparse attention": any(is_other) or (place.goes_round and is_other) or caches.index is not None,
         "layers that SGLang lists apart": caches.dense is not None,
     }
-    if found := [name for name, is_there in whole.items() if is_there]:
+    if found := [name for name, is_there in untried.items() if is_there]:
         raise LayoutError(
             f"{place.token_parts} ranks divide the tokens of a request ({place.tokens.partition}), and {found} are not "
             "divided so: leave --dcp-size or --enable-kv-cache-sharding away"
@@ -107,19 +116,27 @@ class _Pools:
         self._caches = caches
         self._place = place
         self._device = device
+        is_divided = place.token_parts > 1
+        self._draft_group = DRAFT_GROUP if is_divided else KV_GROUP
+        self._index_group = INDEX_GROUP if is_divided else KV_GROUP
+        # A page of a draft model's has the tokens of all ranks that divide them.
+        self._draft_page = caches.page_tokens * place.token_parts
         # Pools that share page numbers may be rounded up to more pages than another one has.
         alike = {
             KV_GROUP: [caches.kv, caches.dense, caches.index, caches.scales],
             WINDOW_GROUP: [caches.window, caches.window_scales],
         }
-        counts: dict[str, list[int]] = {KV_GROUP: [_pages(caches.draft)]} if len(caches.draft) else {}
+        counts: dict[str, list[int]] = {self._draft_group: [_pages(caches.draft)]} if len(caches.draft) else {}
         for group, pools in alike.items():
             counts.setdefault(group, []).extend(
                 _pages(each.buffers) for each in pools if each is not None and len(each)
             )
         for each in caches.uncut:
-            counts.setdefault(each.group, []).append(_pages(each.buffers))
+            counts.setdefault(self._group_of(each), []).append(_pages(each.buffers))
         self._counts = {group: min(pages) for group, pages in counts.items() if pages}
+
+    def _group_of(self, given: Uncut) -> str:
+        return self._index_group if given.group == KV_GROUP else given.group
 
     def attention(
         self,
@@ -137,7 +154,7 @@ class _Pools:
             heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
             row_bytes = heads.held * head_bytes if heads else 0
             if len(part):
-                row_bytes = self._row_bytes(part, name, part_bytes)
+                row_bytes = _row_bytes(part, name, self._caches.page_tokens, part_bytes)
             if not row_bytes:
                 raise LayoutError(
                     f"no layer of this pipeline stage has {prefix}{name}, and nothing says how long it is elsewhere: "
@@ -171,13 +188,13 @@ class _Pools:
             divided, held = self._heads(pool.heads, self._place.drafts)
             for index in range(len(part)):
                 name, layer = f"{DRAFT}{number}", part[index : index + 1]
-                row_bytes = self._row_bytes(layer, name)
+                row_bytes = _row_bytes(layer, name, self._draft_page)
                 if pool.heads is not None and row_bytes != pool.heads.held * head_bytes:
                     raise LayoutError(
                         f"{name}: {row_bytes} bytes a token are not those of {pool.heads.held} heads of {head_bytes} "
                         "bytes, which the draft model's pool has"
                     )
-                page = _Page(row_bytes // len(held), self._caches.page_tokens, packing)
+                page = _Page(row_bytes // len(held), self._draft_page, packing)
                 component = Component(
                     name=name,
                     axes=(Axis("layer", 1), divided, page.axis),
@@ -186,7 +203,8 @@ class _Pools:
                     packing=packing,
                     is_optional=True,
                 )
-                yield self._paged(component, (Interval(0, 1), held), layer, page, KV_GROUP, self._counts[KV_GROUP])
+                pages = self._counts[self._draft_group]
+                yield self._paged(component, (Interval(0, 1), held), layer, page, self._draft_group, pages)
                 number += 1
 
     def uncut(self, given: Uncut) -> Iterator[Shard]:
@@ -194,7 +212,7 @@ class _Pools:
         sizes = set(given.buffers.item_bytes)
         if len(sizes) != 1:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
-        (item_bytes,) = sizes
+        (item_bytes,), group = sizes, self._group_of(given)
         stage = Stage() if given.is_drafts else Stage(self._caches.first_layer, self._caches.layers)
         total, mine = _layers(given.count, stage)
         if item_bytes % given.rows:
@@ -212,7 +230,7 @@ class _Pools:
         )
         paging = Paging(
             page_tokens=1 if given.packing is None else self._caches.page_tokens,
-            num_pages=self._counts[given.group],
+            num_pages=self._counts[group],
             page_stride=item_bytes,
             token_stride=0,
         )
@@ -225,7 +243,8 @@ class _Pools:
                 strides=(inner[-1].size, 1)[-len(inner) :],
                 paging=paging,
                 device=self._device,
-                group=given.group,
+                group=group,
+                has_every_token=group == INDEX_GROUP,
             )
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
@@ -305,18 +324,6 @@ class _Pools:
         for start, block, mine in zip(starts, state.blocks, held, strict=False):
             yield start, Axis("channel", block.channels), mine, row_bytes // state.channels
 
-    def _row_bytes(self, buffers: Buffers, name: str, part_bytes: int | None = None) -> int:
-        """Returns the bytes of one token in one layer."""
-        tokens = self._caches.page_tokens
-        sizes = set(buffers.item_bytes)
-        item_bytes = buffers.item_bytes[0] if part_bytes is None else part_bytes
-        if len(sizes) != 1 or item_bytes % tokens:
-            raise LayoutError(
-                f"{name}: pages of {tokens} tokens have {sorted(sizes)} bytes: they must have as many in every layer, "
-                "and each token must have as many"
-            )
-        return item_bytes // tokens
-
     def _paged(
         self,
         component: Component,
@@ -342,6 +349,7 @@ class _Pools:
             ),
             device=self._device,
             group=group,
+            has_every_token=group == DRAFT_GROUP,
         )
 
 
@@ -378,6 +386,18 @@ def _keys_and_values(pool: Attention, whole: str = "latent") -> Iterator[tuple[s
         raise LayoutError(f"{len(pool)} buffers are not keys and values of as many layers")
     yield "k", pool.buffers[:half], pool.heads.key_bytes
     yield "v", pool.buffers[half:], pool.heads.value_bytes
+
+
+def _row_bytes(buffers: Buffers, name: str, tokens: int, part_bytes: int | None = None) -> int:
+    """Returns the bytes of one token in one layer, in pages of so many."""
+    sizes = set(buffers.item_bytes)
+    item_bytes = buffers.item_bytes[0] if part_bytes is None else part_bytes
+    if len(sizes) != 1 or item_bytes % tokens:
+        raise LayoutError(
+            f"{name}: pages of {tokens} tokens have {sorted(sizes)} bytes: they must have as many in every layer, "
+            "and each token must have as many"
+        )
+    return item_bytes // tokens
 
 
 def _layers(held: int, stage: Stage) -> tuple[int, Interval]:

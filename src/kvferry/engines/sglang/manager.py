@@ -56,6 +56,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
+        groups: what it caches is in pages, or slots, of these groups.
     """
 
     supports_deferred_decode_kv_release = True
@@ -118,6 +119,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         if host is not None:
             caches = caches_of(host, model, None, totals, place=self.place)
             self._host_layout = describe(caches, self.place, Device(MemoryKind.DRAM))
+        self.groups = frozenset(group.name for group in self._layout.groups)
         self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}

@@ -9,11 +9,11 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
 from kvferry import GroupPages, Receiver, TransferState
 from kvferry.engines.sglang.conditions import Prompt, current
-from kvferry.engines.sglang.layouts import KV_GROUP
+from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
-from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import KVFerryError, UsageError
 
@@ -92,13 +92,20 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
             into_host = destination != KVTransferDestination.DEVICE
             endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
-            states = state_pages(
-                self.kv_mgr.state_types, state_indices, total_pages, last=pages, ring_places=self.kv_mgr.ring_places
-            )
             kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
+            own = {KV_GROUP: GroupPages(kept.pages)} if KV_GROUP in self.kv_mgr.groups else {}
+            whole = whole_pages(place, self.kv_mgr.groups, pages, first=prefix_pages, tokens=self._prompt.tokens)
+            states = state_pages(
+                self.kv_mgr.state_types,
+                state_indices,
+                total_pages,
+                last=pages,
+                index=whole.get(INDEX_GROUP),
+                ring_places=self.kv_mgr.ring_places,
+            )
             self._transfer = endpoint.open(
                 self.bootstrap_room,
-                {KV_GROUP: GroupPages(kept.pages), **states},
+                {**own, **whole, **states},
                 engine=self._engine,
                 prefill_dp_rank=self.prefill_dp_rank,
                 prefix_tokens=prefix_tokens,

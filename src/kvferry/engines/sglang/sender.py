@@ -18,10 +18,10 @@ from kvferry import GroupPages, Interval, Sender, TransferState
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
-from kvferry.engines.sglang.layouts import KV_GROUP
+from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
-from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
 
@@ -244,14 +244,16 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     def _kept(self, pages: NDArray[Any]) -> dict[str, GroupPages]:
-        """Returns what this rank has of the next pages of keys and values.
+        """Returns what this rank has of the next pages of keys and values; nothing if the model has none.
 
         Raises:
             EngineContractError: as `Placement.kept`.
         """
-        kept = self.kv_mgr.place.kept(pages, first=self._prefix_pages + self.curr_idx, tokens=self._tokens)
+        place, first = self.kv_mgr.place, self._prefix_pages + self.curr_idx
+        kept = place.kept(pages, first=first, tokens=self._tokens)
         self._token_part = self._token_part if kept.token_part is None else kept.token_part
-        return {KV_GROUP: GroupPages(kept.pages, kept.start)}
+        own = {KV_GROUP: GroupPages(kept.pages, kept.start)} if KV_GROUP in self.kv_mgr.groups else {}
+        return own | whole_pages(place, self.kv_mgr.groups, pages, first=first, tokens=self._tokens)
 
     def _hand_in(self, chunk: _Chunk) -> None:
         """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
@@ -265,7 +267,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             if is_last:
                 total = self._prefix_pages + self.num_kv_indices
                 groups |= state_pages(
-                    self.kv_mgr.state_types, chunk.state_indices, total, last=pages, ring_places=self.kv_mgr.ring_places
+                    self.kv_mgr.state_types,
+                    chunk.state_indices,
+                    total,
+                    last=pages,
+                    index=groups.get(INDEX_GROUP),
+                    ring_places=self.kv_mgr.ring_places,
                 )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux, layers=layers, token_part=self._token_part)

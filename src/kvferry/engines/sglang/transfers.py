@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,8 @@ from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 from kvferry import GroupPages, Receiver, Sender, TransferState
 from kvferry.engines.sglang.layouts import (
     COMPRESSION_GROUP,
+    DRAFT_GROUP,
+    INDEX_GROUP,
     PENDING_GROUP,
     RING_GROUP,
     ROW_GROUP,
@@ -19,6 +21,7 @@ from kvferry.engines.sglang.layouts import (
     TAIL_GROUP,
     WINDOW_GROUP,
 )
+from kvferry.engines.sglang.placement import Placement
 from kvferry.errors import EngineContractError
 
 POLLS: Mapping[TransferState, int] = {
@@ -56,6 +59,7 @@ def state_pages(
     total_pages: int,
     *,
     last: NDArray[Any],
+    index: GroupPages | None = None,
     ring_places: int | None = None,
 ) -> dict[str, GroupPages]:
     """Returns the pages and slots of what a request caches beside keys and values.
@@ -67,6 +71,7 @@ def state_pages(
         indices: those of each type, as SGLang gives them; None where there are none.
         total_pages: those of the whole request; a window's are the last of them.
         last: the last pages of the request's keys and values.
+        index: the last pages of its index, where that has pages of its own.
         ring_places: how many places a request's ring has, of which SGLang names those in use; None without rings.
 
     Raises:
@@ -78,7 +83,10 @@ def state_pages(
     for kind, given in zip(types, indices or [None] * len(types), strict=True):
         pages = page_numbers([] if given is None else given).reshape(-1)
         if kind.value in _WITH_KEYS:
-            _check_equal(kind, pages[max(0, len(pages) - len(last)) :], last)
+            # A prefill server whose ranks divide tokens names an index's pages by the numbers of keys and values.
+            own = last if index is None else page_numbers(index.pages)
+            expected = last if _ends_with(pages, last) else own
+            _check_equal(kind, pages[max(0, len(pages) - len(expected)) :], expected)
         elif kind is StateType.BLOCK_SCALE_SWA:
             _check_equal(kind, pages, windows[0] if windows else pages)
         elif kind.value in _SLOTS:
@@ -96,6 +104,31 @@ def state_pages(
     return groups
 
 
+def whole_pages(
+    place: Placement, groups: Collection[str], pages: NDArray[Any], *, first: int, tokens: int
+) -> dict[str, GroupPages]:
+    """Returns the pages of what every rank has of all tokens, where ranks divide the others by decode context.
+
+    A draft model's have the tokens of all ranks together, and the numbers of keys and values. The index has as many in
+    their place as there are ranks, and each of them as many tokens as a rank has of one page.
+
+    Args:
+        groups: what the rank caches.
+        pages: the next ones of keys and values, as SGLang gives them.
+        first: how many come before them.
+        tokens: how many tokens the request has.
+    """
+    found = {}
+    if DRAFT_GROUP in groups:
+        found[DRAFT_GROUP] = GroupPages(pages, first)
+    if INDEX_GROUP in groups:
+        parts = place.token_parts
+        numbers = (pages[:, None].astype(np.int64) * parts + np.arange(parts)).reshape(-1)
+        needed = -(-tokens // (place.page_tokens // parts))
+        found[INDEX_GROUP] = GroupPages(numbers[: max(0, needed - first * parts)], first * parts)
+    return found
+
+
 def _ring_of(places: NDArray[Any], ring_places: int | None) -> NDArray[Any]:
     """Returns the ring that places are in; none if there is no place."""
     rings = np.unique(places // (ring_places or 1))
@@ -105,6 +138,10 @@ def _ring_of(places: NDArray[Any], ring_places: int | None) -> NDArray[Any]:
             f"{rings[:4].tolist()}, and a request has one"
         )
     return rings
+
+
+def _ends_with(pages: NDArray[Any], last: NDArray[Any]) -> bool:
+    return np.array_equal(pages[max(0, len(pages) - len(last)) :], last)
 
 
 def _check_equal(kind: StateType, pages: NDArray[Any], expected: NDArray[Any]) -> None:
