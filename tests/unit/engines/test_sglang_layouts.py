@@ -166,6 +166,7 @@ def test_latents_may_be_divided_by_token():
         ({"window": Attention(buffers(2, first=0x90000), heads(2)), "window_tokens": 4}, "sliding windows"),
         ({"scales": Attention(buffers(2, first=0x90000), heads(2))}, "scales of blocks"),
         ({"index": Attention(buffers(2, first=0x90000), None)}, "an index"),
+        ({"uncut": (Uncut("pooled", (0,), 3, buffers(1, first=0x90000), "an order", "kv"),)}, "an index"),
         ({"uncut": (Uncut("rings", (0,), 3, buffers(1, first=0x90000), "an order", "window ring"),)}, "an index"),
     ],
 )
@@ -174,7 +175,7 @@ def test_what_nobody_has_tried_where_ranks_divide_tokens_is_refused_there(more: 
         apart(replace(LATENTS, **more))
 
 
-INDEX: dict[str, Any] = {"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order", "kv"),)}
+INDEX: dict[str, Any] = {"uncut": (Uncut("index", (0,), 3, buffers(1, first=0x90000), "an order", "index"),)}
 DRAFT: dict[str, Any] = {
     "draft": buffers(2, page_bytes=4 * PAGE_TOKENS * 20, first=0x90000),
     "draft_heads": Heads(1, 4, 20, 20),

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Uncut
-from kvferry.engines.sglang.layouts import KV_GROUP, PENDING_GROUP, TAIL_GROUP
+from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP, PENDING_GROUP, TAIL_GROUP
 from kvferry.errors import LayoutError
 
 _SPARSE, _SCALED, _POOLED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8", "QSATokenToKVPool"
@@ -258,5 +258,5 @@ def _uncut(
         tuple(lengths[first + layer] for layer in layers),
         tuple(items[first + layer] for layer in layers),
     )
-    group = TAIL_GROUP if packing is None else KV_GROUP
+    group = TAIL_GROUP if packing is None else INDEX_GROUP
     return Uncut(name, layers, pool.layer_num, buffers, packing, group, of_draft)

@@ -27,12 +27,16 @@ ROW_GROUP = "request row"
 
 DRAFT_GROUP = "draft"
 INDEX_GROUP = "index"
-"""Of a draft model, and of the index of sparse attention, where ranks divide the tokens of everything else in pages."""
+"""Of a draft model, and of DeepSeek V3.2's index, where ranks divide the tokens of keys and values: elsewhere these are
+in the pages of those."""
 
 DRAFT, DENSE = "draft ", "dense "
 """What the names of a draft model's components begin with, and of those of layers that SGLang lists apart."""
 
-_IN_STAGES = (KV_GROUP, TAIL_GROUP)
+_SPARSE = (INDEX_GROUP, TAIL_GROUP)
+"""Groups of what DeepSeek V3.2 has beside latents."""
+
+_IN_STAGES = (KV_GROUP, *_SPARSE)
 """Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
 SHARE = "tensor-parallel share"
@@ -94,12 +98,12 @@ def _check_tokens(caches: Caches, place: Placement) -> None:
     """
     if place.token_parts == 1:
         return
-    is_other = [each.group not in _IN_STAGES for each in caches.uncut]
+    is_other = [each.group not in _SPARSE for each in caches.uncut]
     untried = {
         "a draft model": place.goes_round and len(caches.draft),
         "sliding windows": caches.window is not None,
         "scales of blocks": caches.scales is not None or caches.window_scales is not None,
-        "an index of sparse attention": any(is_other) or (place.goes_round and is_other) or caches.index is not None,
+        "an index of sparse attention": any(is_other) or (is_other and place.goes_round) or caches.index is not None,
         "layers that SGLang lists apart": caches.dense is not None,
     }
     if found := [name for name, is_there in untried.items() if is_there]:
@@ -136,7 +140,7 @@ class _Pools:
         self._counts = {group: min(pages) for group, pages in counts.items() if pages}
 
     def _group_of(self, given: Uncut) -> str:
-        return self._index_group if given.group == KV_GROUP else given.group
+        return self._index_group if given.group == INDEX_GROUP else given.group
 
     def attention(
         self,
