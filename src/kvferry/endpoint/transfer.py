@@ -205,7 +205,7 @@ class Sender(Transfer):
                 the same pages once for each range of layers, in any order, and the next pages once all layers were
                 handed in. An `Interval` of the model's layers, or a mapping from components to intervals where they
                 have different numbers of layers; None for all. Groups that have none of them are left out. The last
-                chunk is the one with which all layers are there.
+                chunk is the one with which all layers are there. Ranges that follow each other may leave in one write.
             token_part: which part of the request's tokens the pages hold, for an engine that deals its ranks another
                 part in every request: the first page goes to any rank, and the next ones to those behind it. Every rank
                 then has a part of its own, and says it with every chunk. None for that of the layout.
