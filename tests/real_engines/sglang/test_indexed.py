@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +29,7 @@ from tests.real_engines.sglang.pool_ranks import (
     items,
     part,
 )
-from tests.real_engines.sglang.ranks import Model
+from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, number_of
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
 from kvferry.engines.sglang.companions import check_listed
@@ -103,12 +105,14 @@ def test_an_index_of_keys_goes_with_keys_and_values(
 
 
 class MambaPool:
-    """As SGLang's, with one layer whose channels are as many as heads."""
+    """As SGLang's, with layers whose channels are as many as heads."""
 
-    def __init__(self, channels: int) -> None:
-        conv, temporal = (torch.zeros(1, SLOTS, channels, width, dtype=torch.uint8) for width in (3, 6))
+    def __init__(self, channels: int, layers: Sequence[int]) -> None:
+        shape = len(layers), SLOTS, channels
+        conv, temporal = (torch.zeros(*shape, width, dtype=torch.uint8) for width in (3, 6))
         self.mamba_cache = SimpleNamespace(conv=[conv], temporal=temporal)
-        self.states = [conv[0], temporal[0]]
+        self.layers = layers
+        self.states = [*conv, *temporal]
 
     def get_contiguous_buf_infos(self) -> tuple[list[int], list[int], list[int]]:
         return (
@@ -121,25 +125,27 @@ class MambaPool:
         return [each.shape[1] for each in self.states]
 
     def get_state_layer_ids(self) -> list[int]:
-        return [1, 1]
+        return [*self.layers, *self.layers]
 
     def get_state_slice_outer_counts(self) -> list[int]:
-        return [1, 1]
+        return [1] * len(self.states)
 
     def get_state_conv_shard_groups(self) -> list[Any]:
-        return [[HEADS], None]
+        return [[HEADS]] * len(self.layers) + [None] * len(self.layers)
 
 
-def pooled_of(heads: int, layers: list[int], page: int, ratio: int) -> QSATokenToKVPool:
+def pooled_of(
+    heads: int, layers: Sequence[int], page: int = 16, ratio: int = 4, states: Sequence[int] = (1,)
+) -> QSATokenToKVPool:
     return QSATokenToKVPool(
         size=(PAGES - 1) * page,
         dtype=torch.bfloat16,
         page_size=page,
         head_num=heads,
         head_dim=HEAD_DIM,
-        full_attention_layer_ids=layers,
+        full_attention_layer_ids=[*layers],
         device="cpu",
-        mamba_pool=MambaPool(heads),
+        mamba_pool=MambaPool(heads, states),
         qsa_index_kv_heads=2,
         qsa_index_head_dim=INDEX_DIM,
         qsa_compress_ratio=ratio,
@@ -172,6 +178,35 @@ def test_a_pooled_index_goes_with_keys_and_values(
 ):
     monkeypatch.setenv("KVFERRY_PATH", path)
     begin(pair, pooled, prefill_tp, decode_tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 4)])
+def test_stages_have_the_pooled_index_of_their_layers(pair: Pair, prefill: int, decode: int):
+    """Positions of what is pending are the same for all layers, and each stage has them."""
+    pair.model = model = Model(heads=HEADS, page_tokens=16, layers=4, state_layers=4)
+    for mode, stages in ((PREFILL, prefill), (DECODE, decode)):
+        for stage in range(stages):
+            layers = range(stage * 4 // stages, (stage + 1) * 4 // stages)
+            numbers = [[number_of(kind, layer) for layer in layers] for kind in (0, 2)]
+            pool = pooled_of(HEADS, numbers[0], states=numbers[1])
+            full, kept = pool.full_kv_pool, pool.mamba_pool.mamba_cache
+            parts = [
+                (kept.conv[0], lambda each: Part(each.numpy(), heads=0, of="slots")),
+                (kept.temporal, lambda each: Part(each.numpy(), heads=0, of="slots")),
+                (full.k_buffer, lambda each: by_token(each, 16)),
+                (full.v_buffer, lambda each: by_token(each, 16)),
+                (pool.qsa_key_state_buffer_pool, lambda each: items(each, 4, of="slots")),
+                (pool.qsa_compressed_k_buffer_pool, lambda each: items(each, 4)),
+            ]
+            labelled = [
+                replace(made(each), label=100 * kind + layer)
+                for kind, (buffers, made) in enumerate(parts)
+                for layer, each in zip(layers, buffers, strict=True)
+            ]
+            labelled.append(replace(items(pool.qsa_rope_position_buffer, 4, of="slots"), label=900))
+            pair.start(mode, PoolRank(model, pool, labelled, tp=1, tp_rank=0), pp=stages, stage=stage)
     Crossing(pair, 1, 5).run()
     Crossing(pair, 2, 7, held=3).run()
 

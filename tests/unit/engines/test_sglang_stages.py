@@ -38,7 +38,7 @@ def test_a_stage_of_a_model_with_one_kind_of_layer_begins_where_its_pool_does():
 
 def test_layers_of_each_kind_are_counted_among_themselves():
     assert stages_of(None, MODEL, None, windows((5, 7), (4, 6))) == (Stage(2, 4), Stage(2, 4), Stage())
-    args = SimpleNamespace(state_layer_ids=[[4, 5, 6, 4, 5, 6]])
+    args = SimpleNamespace(state_types=[SimpleNamespace(value="mamba")], state_layer_ids=[[4, 5, 6, 4, 5, 6]])
     assert stages_of(args, MODEL, RECURRENT, hybrid((7,))) == (Stage(1, 2), Stage(), Stage(3, 6))
 
 
@@ -54,7 +54,12 @@ def test_layers_that_are_no_neighbours_are_refused(layers: tuple[int, ...]):
 
 def test_a_stage_without_recurrent_state_in_a_model_that_has_some_is_refused():
     with pytest.raises(LayoutError, match="no layer of this pipeline stage has recurrent state"):
-        stages_of(SimpleNamespace(state_layer_ids=[[]]), MODEL, RECURRENT, hybrid((3,)))
+        stages_of(
+            SimpleNamespace(state_types=[SimpleNamespace(value="mamba")], state_layer_ids=[[]]),
+            MODEL,
+            RECURRENT,
+            hybrid((3,)),
+        )
 
 
 # ---- draft models ---------------------------------------------------------------------------------------------------

@@ -110,6 +110,7 @@ class Uncut:
         group: what items are numbered by.
         is_drafts: whether the layers are a draft model's.
         rows: how many places a ring has, where items are rings; 1 where they are not.
+        is_in_every_stage: whether every pipeline stage has the same, so that they are no layers of the model's.
     """
 
     name: str
@@ -120,6 +121,7 @@ class Uncut:
     group: str
     is_drafts: bool = False
     rows: int = 1
+    is_in_every_stage: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,8 +134,10 @@ def pending_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
         layers = len(pool.qsa_key_state_buffer_pool)
         keys, positions = given[begin : begin + layers], given[begin + layers : begin + layers + 1]
         for what, count, buffers in (("keys", layers, keys), ("positions", 1, positions)):
-            name = f"{prefix}pending index {what}"
-            uncut.append(Uncut(name, tuple(range(count)), count, buffers, None, PENDING_GROUP, bool(prefix)))
+            each = Uncut(
+                f"{prefix}pending index {what}", tuple(range(count)), count, buffers, None, PENDING_GROUP, bool(prefix)
+            )
+            uncut.append(replace(each, is_in_every_stage=what == "positions"))  # the same for all layers
     return uncut
 
 

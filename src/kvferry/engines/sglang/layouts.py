@@ -36,7 +36,7 @@ DRAFT, DENSE = "draft ", "dense "
 _SPARSE = (INDEX_GROUP, TAIL_GROUP)
 """Groups of what DeepSeek V3.2 has beside latents."""
 
-_IN_STAGES = (KV_GROUP, *_SPARSE)
+_IN_STAGES = (KV_GROUP, PENDING_GROUP, *_SPARSE)
 """Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
 SHARE = "tensor-parallel share"
@@ -55,8 +55,8 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     unstaged = caches.dense, caches.index, *(each for each in caches.uncut if each.group not in _IN_STAGES)
     if place.pp_size > 1 and any(each is not None for each in unstaged):
         raise LayoutError(
-            "with pipeline stages DeepSeek V4, and sparse attention other than DeepSeek V3.2's, cannot be described: "
-            "they need --pp-size 1"
+            "with pipeline stages DeepSeek V4, and sparse attention other than DeepSeek V3.2's and QSA, cannot be "
+            "described: they need --pp-size 1"
         )
     has_attention = bool(len(caches.kv)) or bool(caches.layers)
     has_state_alone = bool(caches.state) and caches.window is None
@@ -217,7 +217,8 @@ class _Pools:
         if len(sizes) != 1:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
         (item_bytes,), group = sizes, self._group_of(given)
-        stage = Stage() if given.is_drafts else Stage(self._caches.first_layer, self._caches.layers)
+        is_of_model = not (given.is_drafts or given.is_in_every_stage)
+        stage = Stage(self._caches.first_layer, self._caches.layers) if is_of_model else Stage()
         total, mine = _layers(given.count, stage)
         if item_bytes % given.rows:
             raise LayoutError(f"{given.name}: {item_bytes} bytes are not a ring of {given.rows} places")

@@ -32,9 +32,10 @@ def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, 
             _stage(windows, getattr(pool.swa_kv_pool, "model_layer_ids", None), "sliding windows"),
             Stage(),
         )
-    if name == "HybridLinearKVPool":
+    if name in ("HybridLinearKVPool", "QSATokenToKVPool"):
         full, states = recurrent.full_attention_layer_ids, recurrent.mamba2_cache_params.layers
-        held = sorted({layer for each in args.state_layer_ids for layer in each})
+        listed = zip(args.state_types, args.state_layer_ids, strict=True)
+        held = sorted({layer for kind, layers in listed if kind.value == "mamba" for layer in layers})
         if not held:
             raise LayoutError(
                 "no layer of this pipeline stage has recurrent state, and nothing says how long it is elsewhere: "
