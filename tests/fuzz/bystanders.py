@@ -17,6 +17,7 @@ from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.registrations import EngineView
 
 FIRST_ROOM = 1 << 40
+UNGUESSED_ROOM = 0x5DEE_CE66_D15E_A5E7
 """Mutated numbers do not get there by chance."""
 
 
@@ -36,7 +37,9 @@ class Bystanders:
         self.connects: list[str] = []
         self.transfer()
         # Of these two nobody else may take notice, or give any.
-        self.half_open = [self.pair.new(next(self._rooms)) for _ in range(2)]
+        # Who is told the number of the first guesses its neighbours, and whoever is connected may refuse a room whose
+        # decode side has not come: the number of the second is none that comes of mutations.
+        self.half_open = [self.pair.new(room) for room in (next(self._rooms), UNGUESSED_ROOM)]
         self.pair.open_decode(self.half_open[0])
         self.pair.open_prefill(self.half_open[1])
         eventually("the room is kept", lambda: len(self.prefill._driver.rooms.table._pending) == 1)

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def printed(script: str, *flags: str) -> dict[str, Any]:
-    command = [sys.executable, f"benchmarks/{script}", "--json", *flags]
+    command = [sys.executable, "-m", f"benchmarks.{script.removesuffix('.py')}", "--json", *flags]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     # A rank that waits for its peer on a busy machine says so.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Event
 
 import pytest
 from tests.support.caches import Model, Shape
-from tests.support.engines import Engines, Requests
+from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry.endpoint.prefill.admission import Admission, Admitted
-from kvferry.errors import KVFerryError, TransferFailedError, TransferTimeoutError
+from kvferry.errors import KVFerryError, PageError, TransferFailedError, TransferTimeoutError
 from kvferry.observe.records import SenderStats
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
@@ -248,6 +249,35 @@ def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Re
     stats: SenderStats = request.senders[0].stats
     assert [write.total_bytes for write in stats.writes] == [2 * PAGE_BYTES] * 6
     assert requests.prefill.endpoints[0]._driver.admission.num_bytes == 0
+
+
+def test_a_write_that_waits_is_dropped_with_a_room_that_the_next_chunk_fails_once_it_is_ready(
+    pair: Callable[..., Requests],
+):
+    """A schedule of the simulation: the room's pages were given back, and read when the write's turn came."""
+    requests, is_ready = pair(SMALL, Shape(pages=64), Shape(pages=64), path="direct", direct_mib=pages(2)), Event()
+    transport = requests.prefill.transports[0]
+    blocking, failing = requests.new(1, 2), requests.new(2, 4)
+    transport.held = True
+    for request in (blocking, failing):
+        requests.open_decode(request)
+        requests.open_prefill(request)
+    requests.submit(blocking)
+    eventually("one is on its way", lambda: transport.in_flight == 1)
+    (sender,), (source,) = failing.senders, failing.source_pages
+    sender.submit(source[:2])
+    sending = requests.prefill.endpoints[0]._driver.rooms.table.rooms[2]
+    eventually("the other is deferred", lambda: len(deferred(sending._machine)) == 1)
+    others = [page for page in range(64) if page not in source]
+    sender.submit([*source[2:], others[0]], last=True, ready=is_ready)
+    is_ready.set()
+    with pytest.raises(PageError, match="5 pages of 2 tokens of the request where the receiver has room for 4"):
+        sender.wait(WAIT_S)
+    assert sender.wait_pages_reusable(WAIT_S)
+    transport.held = False
+    blocking.wait()
+    requests.run(3)
+    assert transport.posted == 2, "what waited was written although its pages are somebody else's"
 
 
 def test_a_room_whose_receiver_takes_no_more_holds_up_no_other(engines: Callable[..., Engines]):

@@ -252,10 +252,10 @@ class SendingRoom(Actor):
                 self.apply(event, worker)
             case _:
                 self.apply(event, worker)
-        if self._machine.state is TransferState.FAILED:
-            self._cancel(worker)
-        elif self._unread:
+        if self._unread and not self._machine.state.is_final:
             self._take_unread(worker)
+        if self._machine.state is TransferState.FAILED:  # perhaps by what was taken just now
+            self._cancel(worker)
         self._show()
 
     def _take(self, ready: ReadyChunk, worker: Worker) -> None:
