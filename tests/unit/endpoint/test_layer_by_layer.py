@@ -142,6 +142,15 @@ def test_an_abort_in_the_middle_ends_both_sides(pair: Callable[..., Requests]):
     requests.run(2)
 
 
+def opened(requests: Requests) -> Request:
+    """A request of four pages that both sides have opened."""
+    request = requests.new(1, 4)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("it is open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    return request
+
+
 def layer_by_layer(requests: Requests, request: Request, **given: Any) -> None:
     """Hands in four layers, one after the other."""
     for layer in range(4):
@@ -165,10 +174,7 @@ def test_layers_that_wait_while_two_writes_are_on_their_way_leave_together(
 ):
     requests = pair(path=path, join_layers=joins)
     transport = requests.prefill.transports[0]
-    request = requests.new(1, 4)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    eventually("it is open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    request = opened(requests)
     transport.held = True
     layer_by_layer(requests, request)
     eventually("all are taken", lambda: requests.prefill.endpoints[0].status().rooms[0].chunks == 4)
@@ -188,9 +194,7 @@ def test_all_layers_leave_together_if_the_decode_side_comes_late(pair: Callable[
 
 def test_layers_whose_signals_come_together_leave_together(pair: Callable[..., Requests]):
     requests, computed = pair(), threading.Event()
-    request = requests.new(1, 4)
-    requests.open_decode(request)
-    requests.open_prefill(request)
+    request = opened(requests)
     layer_by_layer(requests, request, ready=computed)
     eventually(
         "the first is awaited", lambda: "chunk 0 is ready" in requests.prefill.endpoints[0].status().rooms[0].waits_for
@@ -201,9 +205,7 @@ def test_layers_whose_signals_come_together_leave_together(pair: Callable[..., R
 
 def test_a_signal_behind_others_that_raises_fails_the_room(pair: Callable[..., Requests]):
     requests, computed = pair(), threading.Event()
-    request = requests.new(1, 4)
-    requests.open_decode(request)
-    requests.open_prefill(request)
+    request = opened(requests)
 
     def broken() -> bool:
         raise ZeroDivisionError("the device is lost")
@@ -221,10 +223,7 @@ def test_a_signal_behind_others_that_raises_fails_the_room(pair: Callable[..., R
 
 def test_in_synchronous_mode_each_range_is_written_when_submit_returns(pair: Callable[..., Requests]):
     requests = pair(synchronous=True)
-    request = requests.new(1, 4)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    eventually("it is open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    request = opened(requests)
     layer_by_layer(requests, request)
     assert num_writes(requests, request) == 4
 
@@ -232,9 +231,7 @@ def test_in_synchronous_mode_each_range_is_written_when_submit_returns(pair: Cal
 def test_pages_whose_layers_come_one_by_one_are_counted_once(pair: Callable[..., Requests]):
     requests = pair()
     transport = requests.prefill.transports[0]
-    request = requests.new(1, 4)
-    requests.open_decode(request)
-    requests.open_prefill(request)
+    request = opened(requests)
     sender = request.senders[0]
     sender.submit(request.source_pages[0], layers=Interval(0, 2))
     eventually("it is written", lambda: request.receivers[0].stats.chunks == 1)
