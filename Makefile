@@ -24,6 +24,9 @@ VLLM_OLDER_TESTS := every_line_holds or sixteen_prompts or ranks_of_different_nu
 SGLANG_OLDER ?= sglang==0.5.22
 SGLANG_OLDER_PATH := .sglang-older
 SGLANG_OLDER_INSTALLED := $(SGLANG_OLDER_PATH)/.installed
+# What some tests need of the system, and skip with a reason without: Mooncake's library is linked with libibverbs1, also
+# where there is no InfiniBand.
+DEBIAN_PACKAGES := libibverbs1
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
@@ -34,7 +37,7 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments debian-packages sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -42,6 +45,7 @@ help:
 	@echo "make test-all   set up, then run the whole proof, real engines included"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
 	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's"
+	@echo "make debian-packages  install what some tests need of the system and skip without; as root"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
@@ -69,6 +73,10 @@ $(INSTALLED): pyproject.toml
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --quiet --editable ".[demo,dev]"
 	@touch $@
+
+debian-packages:
+	apt-get install --quiet --quiet --yes $(DEBIAN_PACKAGES) || \
+		{ apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes $(DEBIAN_PACKAGES); }
 
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
 environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
@@ -115,7 +123,7 @@ $(VLLM_INSTALLED): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM_VENV)/bin/python -m pip install --quiet "$(TORCH)" $(VLLM)
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up]" hypothesis psutil pytest pytest-timeout pytest-xdist
+	$(VLLM_VENV)/bin/python -m pip install --quiet --editable ".[up,mooncake]" hypothesis psutil pytest pytest-timeout pytest-xdist
 	@touch $@
 
 vllm: $(VLLM_INSTALLED)
@@ -128,7 +136,7 @@ $(SGLANG_INSTALLED): pyproject.toml $(SGLANG_TESTS)/requirements.txt
 	$(SGLANG_VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps $(SGLANG)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --requirement $(SGLANG_TESTS)/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable . hypothesis pytest pytest-timeout pytest-xdist
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --editable ".[mooncake]" hypothesis pytest pytest-timeout pytest-xdist
 	@touch $@
 
 $(VLLM_OLDER_INSTALLED): | $(VLLM_INSTALLED)

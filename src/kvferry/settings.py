@@ -105,7 +105,7 @@ class Settings(BaseSettings):
     transport: str = Field(
         "nixl",
         max_length=256,
-        description="What moves the bytes, on both sides the same: nixl, or a class of your own as "
+        description="What moves the bytes, on both sides the same: nixl, mooncake, or a class of your own as "
         "package.module:ClassName.",
     )
     nixl_backend: str = Field("UCX", description="NIXL's backend.")
@@ -126,6 +126,13 @@ class Settings(BaseSettings):
         pattern=r"^[A-Za-z0-9._:@-]+$",
         description="The network device that NIXL uses, as UCX calls it, such as mlx5_0:1 or eth0; all leaves it to "
         "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback, else all.",
+    )
+    mooncake_device: str | None = Field(
+        None,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9._,-]+$",
+        description="The RDMA devices that Mooncake uses, separated by commas, such as mlx5_0,mlx5_1. By default all, "
+        "or TCP where there is none.",
     )
 
     observe_host: str = Field("127.0.0.1", description="Address that metrics and status are served on.")

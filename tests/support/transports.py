@@ -26,6 +26,7 @@ from kvferry.transport import (
     TransferReport,
     Transport,
 )
+from kvferry.transport.mooncake import MooncakeTransport
 from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
 
 DEADLINE_S = PATIENCE_S
@@ -94,6 +95,7 @@ KINDS = {
         NixlTransport, lambda kit, name: NixlTransport(name, threads=2, smallest_share=1), ONLY_DEATH, cuts=1
     ),
     "nixl as endpoints have it": Kind(NixlTransport, nixl_as_endpoints_have_it, ONLY_DEATH, cuts=1),
+    "mooncake": Kind(MooncakeTransport, lambda kit, name: MooncakeTransport(name), ONLY_DEATH),
     "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name)),
 }
 """Every transport that keeps the contract: a new one is added here."""

@@ -11,7 +11,10 @@ import inspect
 from kvferry.errors import SettingsError, quoted
 from kvferry.transport.base import Transport
 
-TRANSPORTS = {"nixl": "kvferry.transport.nixl:NixlTransport"}
+TRANSPORTS = {
+    "nixl": "kvferry.transport.nixl:NixlTransport",
+    "mooncake": "kvferry.transport.mooncake:MooncakeTransport",
+}
 """Those that come with kvferry and are made from settings: where each is, by the name that it has in handshakes."""
 
 _LONGEST_NAME = 64

@@ -60,11 +60,48 @@ class Copies:
         firsts = np.concatenate([[0], np.flatnonzero(~goes_on) + 1])
         return Copies(self.sources[firsts], self.destinations[firsts], np.add.reduceat(self.lengths, firsts))
 
+    def part(self, first: int, count: int) -> Copies:
+        """Returns so many ranges, from one on."""
+        which = slice(first, first + count)
+        return Copies(self.sources[which], self.destinations[which], self.lengths[which])
+
+    def cut_at(self, sources: NDArray[np.uint64], destinations: NDArray[np.uint64]) -> Copies:
+        """Cuts ranges that cross a border on either side, for a library that wants each within one registered region.
+
+        Args:
+            sources: addresses on the side that is read, ascending: a range may end there or begin, and not go on.
+            destinations: on the side that is written.
+        """
+        cut = self
+        for borders, addresses in ((sources, "sources"), (destinations, "destinations")):
+            starts = getattr(cut, addresses)
+            first = np.searchsorted(borders, starts, side="right")
+            after = np.searchsorted(borders, starts + cut.lengths, side="left")
+            cut = cut._with_cuts(starts, borders, first, after) if (first < after).any() else cut
+        return cut
+
+    def _with_cuts(
+        self,
+        starts: NDArray[np.uint64],
+        borders: NDArray[np.uint64],
+        first: NDArray[np.int64],
+        after: NDArray[np.int64],
+    ) -> Copies:
+        """Returns the ranges cut at those borders, numbered from `first` to before `after` for each range."""
+        counts = after - first + 1
+        whole = np.repeat(np.arange(len(self)), counts)
+        number = np.arange(len(whole)) - np.repeat(np.cumsum(counts) - counts, counts)
+        ends = starts + self.lengths
+        begin = np.where(number == 0, starts[whole], borders[np.maximum(first[whole] + number - 1, 0)])
+        last = np.minimum(first[whole] + number, len(borders) - 1)
+        end = np.where(number == counts[whole] - 1, ends[whole], borders[last])
+        moved = begin - starts[whole]
+        return Copies(self.sources[whole] + moved, self.destinations[whole] + moved, end - begin)
+
     def batches(self, most: int) -> Iterator[Copies]:
         """Yields all ranges in their order, at most so many at a time."""
         for start in range(0, len(self), most):
-            part = slice(start, start + most)
-            yield Copies(self.sources[part], self.destinations[part], self.lengths[part])
+            yield self.part(start, most)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -150,3 +150,24 @@ def test_nothing_is_begun_where_only_the_last_descriptor_is_wrong(monkeypatch: p
 
 def test_only_kinds_of_memory_that_can_be_copied_are_taken():
     assert [kind.value for kind in ranges.RangeTransport.memory_kinds] == ["DRAM"]
+
+
+@given(
+    many=st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(1, 40)), max_size=6),
+    sources=st.sets(st.integers(0, 110)),
+    destinations=st.sets(st.integers(0, 110)),
+)
+def test_cutting_moves_the_same_bytes_and_crosses_no_border(
+    many: list[tuple[int, int, int]], sources: set[int], destinations: set[int]
+):
+    whole = Copies(*(np.array([each[at] for each in many], np.uint64) for at in range(3)))
+    cut = whole.cut_at(*(np.array(sorted(borders), np.uint64) for borders in (sources, destinations)))
+    assert moved(cut) == moved(whole)
+    for source, destination, length in cut:
+        assert not sources & set(range(source + 1, source + length))
+        assert not destinations & set(range(destination + 1, destination + length))
+    assert len(cut) <= len(whole) + sum(
+        len(sources & set(range(source + 1, source + length)))
+        + len(destinations & set(range(destination + 1, destination + length)))
+        for source, destination, length in many
+    )

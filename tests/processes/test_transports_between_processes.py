@@ -1,4 +1,4 @@
-"""NIXL between two real processes: bytes arrive exact, notifications after them, and a dead peer is an error, no hang.
+"""Real transports between two processes: bytes arrive exact and before their notification, and a dead peer is an error.
 
 This file is also the program of the second process: it registers poisoned memory and answers one line of JSON for every
 line that it reads.
@@ -20,21 +20,59 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from queue import Empty, Queue
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvferry.errors import PeerDisconnectedError, TransportError, TransportUnavailableError
 from kvferry.layout import Device, Region
-from kvferry.transport import NixlTransport, PreparedList, TransferHandle, TransferReport
-from kvferry.transport.nixl import load_bindings
+from kvferry.transport import NixlTransport, PreparedList, TransferHandle, TransferReport, Transport
+from kvferry.transport.mooncake import MooncakeTransport
 
 POISON = 0xEE
 DEADLINE_S = 60.0
 MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A transport, made in a certain way.
+
+    Attributes:
+        of: its class.
+        writes: makes that of a process that writes.
+        is_shared: whether several connections share a large write.
+        cause: what its library raises once a connection is gone; "" if it raises nothing.
+        broken: what is said of a write whose connection breaks between two processes that live.
+        element: bytes of a range that are so many that a connection to a frozen process cannot send those it has.
+    """
+
+    of: type[Transport]
+    writes: Callable[[str], Transport]
+    is_shared: bool
+    cause: str = "nixlRemoteDisconnectError"
+    broken: str = r"connection to second-\w+ is gone"
+    element: int = 1 << 15
+
+
+WAYS = {
+    "nixl": Way(NixlTransport, NixlTransport, is_shared=False),
+    "nixl as prefill endpoints have it": Way(
+        NixlTransport, lambda name: NixlTransport(name, threads=2, only_writes=True), is_shared=True
+    ),
+    "mooncake": Way(
+        MooncakeTransport,
+        MooncakeTransport,
+        is_shared=True,
+        cause="",
+        broken=r"writing to second-\w+: Mooncake failed",
+        element=1 << 22,  # a connection sends one range at a time
+    ),
+}
 
 
 def rows(address: int, *specs: tuple[int, int, int, int]) -> Any:
@@ -54,7 +92,7 @@ def until(what: str, ready: Callable[[], Any]) -> Any:
     return answer
 
 
-def finish(transport: NixlTransport, transfer: TransferHandle) -> TransferReport:
+def finish(transport: Transport, transfer: TransferHandle) -> TransferReport:
     report: TransferReport = until("end of a write", lambda: transport.poll(transfer))
     transport.release(transfer)
     return report
@@ -72,8 +110,8 @@ def keep_trying(attempt: Callable[[], object]) -> None:
 # --- the second process
 
 
-def second_process(name: str, size: int) -> None:
-    transport = NixlTransport(name)
+def second_process(way: str, name: str, size: int) -> None:
+    transport = WAYS[way].of(name)  # type: ignore[call-arg]
     memory = np.full(size, POISON, np.uint8)
     transport.register([Region(memory.ctypes.data, size)], Device())
     waiting: list[tuple[str, bytes]] = []
@@ -116,9 +154,9 @@ def second_process(name: str, size: int) -> None:
 class Peer:
     """The second process, from outside."""
 
-    def __init__(self, name: str, size: int) -> None:
+    def __init__(self, way: str, name: str, size: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, __file__, name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, __file__, way, name, str(size)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._lines: Queue[str] = Queue()
         threading.Thread(target=self._read, daemon=True).start()
@@ -128,7 +166,7 @@ class Peer:
     def _read(self) -> None:
         assert self.process.stdout is not None
         for line in self.process.stdout:
-            if line.startswith("{"):  # UCX logs there, too
+            if line.startswith("{"):  # libraries log there, too
                 self._lines.put(line)
 
     def answer(self) -> Any:
@@ -161,8 +199,8 @@ class Peer:
 
 
 @contextmanager
-def peer(name: str, size: int) -> Iterator[Peer]:
-    made = Peer(name, size)
+def peer_of(way: str, name: str, size: int) -> Iterator[Peer]:
+    made = Peer(way, name, size)
     try:
         yield made
     finally:
@@ -174,7 +212,7 @@ def peer(name: str, size: int) -> Iterator[Peer]:
 
 
 @contextmanager
-def progressing(transport: NixlTransport) -> Iterator[None]:
+def progressing(transport: Transport) -> Iterator[None]:
     """Takes notifications all the time, as the thread of an endpoint does that has rooms open."""
     stop = threading.Event()
 
@@ -201,10 +239,9 @@ def unique(name: str) -> str:
 class Here:
     """Our own transport and memory."""
 
-    options: ClassVar[dict[str, Any]] = {}
-
-    def __init__(self, size: int) -> None:
-        self.transport = NixlTransport(unique("first"), **self.options)
+    def __init__(self, way: Way, size: int) -> None:
+        self.way = way
+        self.transport = way.writes(unique("first"))
         self.memory = np.random.default_rng(7).integers(0, 256, size, np.uint8)
         self.transport.register([Region(self.address, size)], Device())
 
@@ -223,27 +260,35 @@ class Here:
         return finish(self.transport, transfer)
 
 
-@pytest.fixture(autouse=True, params=[pytest.param("plain", marks=pytest.mark.full), "as prefill endpoints have it"])
-def _options(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How our process writes."""
-    if request.param != "plain":
-        monkeypatch.setattr(Here, "options", {"threads": 2, "only_writes": True})
+class Processes:
+    """Starts both, of one kind."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.way = WAYS[name]
+
+    @contextmanager
+    def here(self, size: int) -> Iterator[Here]:
+        made = Here(self.way, size)
+        yield made
+        made.transport.close()
+
+    def peer(self, name: str, size: int) -> AbstractContextManager[Peer]:
+        return peer_of(self.name, name, size)
 
 
-@contextmanager
-def here(size: int) -> Iterator[Here]:
+@pytest.fixture(params=[pytest.param("nixl", marks=pytest.mark.full), *list(WAYS)[1:]])
+def processes(request: pytest.FixtureRequest) -> Processes:
     try:
-        load_bindings()
+        WAYS[request.param].of.check_available()
     except TransportUnavailableError as error:
         pytest.skip(str(error))
-    made = Here(size)
-    yield made
-    made.transport.close()
+    return Processes(request.param)
 
 
-def test_sixteen_mebibytes_arrive_exact_and_before_their_notification():
+def test_sixteen_mebibytes_arrive_exact_and_before_their_notification(processes: Processes):
     size, name = 16 * MIB, unique("second")
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         assert first.transport.connect(second.metadata) == name
         lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
         for number in range(3):
@@ -258,13 +303,13 @@ def test_sixteen_mebibytes_arrive_exact_and_before_their_notification():
             assert arrived["notifications"] == [[first.transport.endpoint_name, (b"bulk %d" % number).hex()]]
 
 
-def test_strided_rows_arrive_in_their_places_and_nothing_else_changes():
+def test_strided_rows_arrive_in_their_places_and_nothing_else_changes(processes: Processes):
     size, name = 8 * MIB, unique("second")
     ours, theirs = [(8, 512, 1024, 4000), (5 * MIB, 64, 96, 1000)], [(0, 512, 512, 5000), (4 * MIB, 64, 640, 2000)]
     generator = np.random.default_rng(3)
     from_, to = generator.permutation(4000)[:3000], generator.permutation(5000)[:3000]
     more_from, more_to = generator.permutation(1000)[:700], generator.permutation(2000)[:700]
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         first.transport.connect(second.metadata)
         lists = first.lists(name, second, ours, theirs)
         expected = np.full(size, POISON, np.uint8)
@@ -279,9 +324,9 @@ def test_strided_rows_arrive_in_their_places_and_nothing_else_changes():
         assert report.total_bytes == 3000 * 512 + 700 * 64
 
 
-def test_many_writes_and_notifications_arrive_once_each():
+def test_many_writes_and_notifications_arrive_once_each(processes: Processes):
     size, name = MIB, unique("second")
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         first.transport.connect(second.metadata)
         lists = first.lists(name, second, [(0, 4096, 4096, 256)], [(0, 4096, 4096, 256)])
         for index in range(256):
@@ -296,9 +341,9 @@ def test_many_writes_and_notifications_arrive_once_each():
         assert arrived["digest"] == digest(np.ascontiguousarray(first.memory.reshape(256, 4096)[::-1]))
 
 
-def test_the_other_process_writes_back():
+def test_the_other_process_writes_back(processes: Processes):
     size, name = MIB, unique("second")
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         second.order("write back", metadata=first.transport.metadata().hex(), address=first.address)
         received = until("notification", first.transport.take_notifications)
         assert received == [(name, b"back")]
@@ -306,18 +351,19 @@ def test_the_other_process_writes_back():
         assert second.answer()["total_bytes"] == size
 
 
-def fails(attempt: Callable[[], object]) -> None:
-    """Repeats until the dead connection is noticed; what it raises must be that, and soon."""
-    with pytest.raises(PeerDisconnectedError, match=r"connection to second-\w+ is gone") as caught:
+def fails(first: Here, attempt: Callable[[], object], said: str = r"connection to second-\w+ is gone") -> None:
+    """Repeats until the broken connection is noticed; what it raises must be that, and soon."""
+    with pytest.raises(PeerDisconnectedError if "gone" in said else TransportError, match=said) as caught:
         keep_trying(attempt)
-    assert type(caught.value.__cause__).__name__ == "nixlRemoteDisconnectError"
+    if first.way.cause:
+        assert type(caught.value.__cause__).__name__ == first.way.cause
 
 
-def test_a_killed_peer_is_an_error_and_its_successor_of_the_same_name_is_reached():
+def test_a_killed_peer_is_an_error_and_its_successor_of_the_same_name_is_reached(processes: Processes):
     size, name = MIB, unique("second")
     zero = np.zeros(1, np.int32)
-    with here(size) as first:
-        with peer(name, size) as second, peer(unique("other"), size) as other:
+    with processes.here(size) as first:
+        with processes.peer(name, size) as second, processes.peer(unique("other"), size) as other:
             first.transport.connect(second.metadata)
             survivor = first.transport.connect(other.metadata)
             lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
@@ -328,39 +374,39 @@ def test_a_killed_peer_is_an_error_and_its_successor_of_the_same_name_is_reached
             def post() -> None:
                 finish(first.transport, first.transport.post(lists[0], zero, lists[1], zero, b"dead"))
 
-            fails(post)
-            fails(lambda: first.transport.notify(name, b"dead"))
+            fails(first, post)
+            fails(first, lambda: first.transport.notify(name, b"dead"))
             # The dead peer is nobody else's trouble.
             lists = first.lists(survivor, other, [(0, size, size, 1)], [(0, size, size, 1)])
             first.write(lists, [0], [0], b"survivor")
             assert other.wait(1)["digest"] == digest(first.memory)
             first.transport.disconnect(name)
             first.transport.disconnect(name)
-        with peer(name, size) as third:
+        with processes.peer(name, size) as third:
             assert first.transport.connect(third.metadata) == name
             lists = first.lists(name, third, [(0, size, size, 1)], [(0, size, size, 1)])
             first.write(lists, [0], [0], b"successor")
             assert third.wait(1)["digest"] == digest(first.memory)
 
 
-def test_a_successor_is_reached_without_disconnecting_first():
+def test_a_successor_is_reached_without_disconnecting_first(processes: Processes):
     size, name = MIB, unique("second")
-    with here(size) as first:
-        with peer(name, size) as second:
+    with processes.here(size) as first:
+        with processes.peer(name, size) as second:
             first.transport.connect(second.metadata)
             second.kill()
-        with peer(name, size) as third:
+        with processes.peer(name, size) as third:
             first.transport.connect(third.metadata)
             lists = first.lists(name, third, [(0, size, size, 1)], [(0, size, size, 1)])
             first.write(lists, [0], [0], b"successor")
             assert third.wait(1)["digest"] == digest(first.memory)
 
 
-def test_connecting_to_the_dead_is_an_error_sooner_or_later_and_no_hang():
+def test_connecting_to_the_dead_is_an_error_sooner_or_later_and_no_hang(processes: Processes):
     """Whether connecting notices at once is the backend's affair; using the connection must."""
     size, name = MIB, unique("second")
-    with here(size) as first:
-        with peer(name, size) as second:
+    with processes.here(size) as first:
+        with processes.peer(name, size) as second:
             metadata = second.metadata
             second.kill()
 
@@ -370,18 +416,18 @@ def test_connecting_to_the_dead_is_an_error_sooner_or_later_and_no_hang():
 
         with pytest.raises(TransportError):
             keep_trying(connect_and_notify)
-        with peer(name, size) as third:
+        with processes.peer(name, size) as third:
             assert first.transport.connect(third.metadata) == name
             first.transport.notify(name, b"hello")
             with progressing(first.transport):
                 third.wait(1)
 
 
-def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(monkeypatch: pytest.MonkeyPatch):
+def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(processes: Processes, monkeypatch: pytest.MonkeyPatch):
     """Over TCP, where a frozen peer keeps a write on its way for as long as we like."""
     monkeypatch.setenv("UCX_TLS", "tcp")  # read when the agents are made; the second process inherits it
     size, name = 64 * MIB, unique("second")
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         first.transport.connect(second.metadata)
         lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
         first.write(lists, [0], [0], b"alive")
@@ -393,7 +439,7 @@ def test_a_peer_that_is_killed_in_the_middle_of_a_write_ends_it(monkeypatch: pyt
             assert first.transport.poll(transfer) is None
             time.sleep(1e-3)
         second.kill()
-        fails(lambda: first.transport.poll(transfer))
+        fails(first, lambda: first.transport.poll(transfer))
         with pytest.raises(PeerDisconnectedError):
             first.transport.poll(transfer)  # and it stays so
         first.transport.release(transfer)
@@ -427,7 +473,7 @@ def tcp_connections() -> Iterator[list[socket.socket]]:
 
 
 def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_still_moves(
-    monkeypatch: pytest.MonkeyPatch,
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
 ):
     """Over TCP to a frozen peer, one connection of those that share a write breaks, and both processes live.
 
@@ -437,10 +483,11 @@ def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")  # so that every thread has one connection
     size, name = 64 * MIB, unique("second")
     before, written, after = 1, 2, 3
-    order = np.random.default_rng(0).permutation(size >> 15).astype(np.int32)
-    with here(size) as first, peer(name, size) as second:
+    element = processes.way.element
+    order = np.random.default_rng(0).permutation(size // element).astype(np.int32)
+    with processes.here(size) as first, processes.peer(name, size) as second:
         first.transport.connect(second.metadata)
-        lists = first.lists(name, second, [(0, 1 << 15, 1 << 15, len(order))], [(0, 1 << 15, 1 << 15, len(order))])
+        lists = first.lists(name, second, [(0, element, element, len(order))], [(0, element, element, len(order))])
         first.memory[:] = before
         first.write(lists, order, order, b"alive")
         second.wait(1)
@@ -451,17 +498,17 @@ def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_
             assert first.transport.poll(transfer) is None
             time.sleep(1e-3)
         with tcp_connections() as connections:
-            if first.options:
+            if first.way.is_shared:
                 assert unsent_bytes(connections[1]) > 0  # both have a share
             connections[0].shutdown(socket.SHUT_RDWR)
-        if first.options:
+        if first.way.is_shared:
             for _ in range(100):
                 assert first.transport.poll(transfer) is None
                 time.sleep(1e-3)
         os.kill(second.process.pid, signal.SIGCONT)
-        fails(lambda: first.transport.poll(transfer))
+        fails(first, lambda: first.transport.poll(transfer), first.way.broken)
         first.memory.reshape(len(order), -1)[order[4:]] = after
-        with contextlib.suppress(PeerDisconnectedError):
+        with contextlib.suppress(TransportError):
             first.transport.release(transfer)
         second.fill(before)
         for _ in range(20):  # gives every thread something to do
@@ -472,14 +519,16 @@ def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_
 
 
 @pytest.mark.full
-def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(monkeypatch: pytest.MonkeyPatch):
+def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+):
     """Why endpoints wait after a write has failed, over one TCP connection to a frozen peer."""
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("UCX_NET_DEVICES", "lo")
     size, name = 64 * MIB, unique("second")
     before, written, after = 1, 2, 3
     zero = np.zeros(1, np.int32)
-    with here(size) as first, peer(name, size) as second:
+    with processes.here(size) as first, processes.peer(name, size) as second:
         first.transport.connect(second.metadata)
         lists = first.lists(name, second, [(0, size, size, 1)], [(0, size, size, 1)])
         first.memory[:] = before
@@ -491,7 +540,7 @@ def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(m
         with tcp_connections() as connections:
             until("bytes on their way", lambda: first.transport.poll(transfer) or unsent_bytes(connections[0]) > MIB)
             connections[0].shutdown(socket.SHUT_RDWR)
-        fails(lambda: first.transport.poll(transfer))
+        fails(first, lambda: first.transport.poll(transfer), first.way.broken)
         first.memory[:] = after
         first.transport.release(transfer)
         os.kill(second.process.pid, signal.SIGCONT)
@@ -502,4 +551,4 @@ def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(m
 
 
 if __name__ == "__main__":
-    second_process(sys.argv[1], int(sys.argv[2]))
+    second_process(sys.argv[1], sys.argv[2], int(sys.argv[3]))

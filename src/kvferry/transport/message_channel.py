@@ -1,0 +1,161 @@
+"""Notifications over connections of kvferry's own, for a transport whose library carries none, or in the wrong order.
+
+Each side has one socket that it receives by, and one for every peer that it sends to. A message on a connection arrives
+once and in order, or the connection is gone, for good: it is never opened again by itself, since what was on its way is
+lost then. Whoever sends must know the receiver's token, which is in the metadata that peers are given.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import secrets
+import threading
+
+import msgspec
+import zmq
+
+from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.settings import bracketed
+
+log = logging.getLogger(__name__)
+
+_TOKEN_BYTES = 16
+_LONGEST_MESSAGE = 64 << 20
+_CONNECT_MS = 10_000
+_HEARTBEAT_MS = 10_000  # by which a host that has vanished is told from one that is silent
+_LINGER_MS = 500
+_FRAMES = 3
+_MOST_AT_A_TIME = 1000
+
+
+class ChannelAddress(msgspec.Struct, frozen=True):
+    """Where messages to an endpoint go. Travels in its metadata.
+
+    Attributes:
+        host: as peers reach it.
+        port: of the socket that it receives by.
+        token: what every message to it must begin with.
+    """
+
+    host: str
+    port: int
+    token: bytes
+
+
+class MessageSender:
+    """A connection to one peer. Every method may be called from any thread."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ours: str, peer: str, address: ChannelAddress) -> None:
+        """Connects.
+
+        Args:
+            ours: the name that the peer is told.
+            peer: its name, for messages.
+
+        Raises:
+            TransportError: if it does not answer within ten seconds.
+        """
+        self._peer = peer
+        self._head = [address.token, ours.encode()]
+        # Guards the socket, which ZMQ gives to one thread at a time.
+        self._lock = threading.Lock()
+        self._socket = _configured(context, zmq.PUSH)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a message is for a connection that there is
+        where = f"tcp://{bracketed(address.host)}:{address.port}"
+        try:
+            self._socket.connect(where)
+            if not self._socket.poll(_CONNECT_MS, zmq.POLLOUT):
+                raise TransportError(f"{peer} cannot be reached at {where}, its address for notifications")
+        except (zmq.ZMQError, TransportError) as error:
+            self._socket.close(linger=0)
+            if isinstance(error, TransportError):
+                raise
+            raise TransportError(f"{peer} cannot be reached at {where!r}: {error}") from error
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is there, as far as is known."""
+        with self._lock:
+            return not self._socket.closed and bool(self._socket.poll(0, zmq.POLLOUT))
+
+    def send(self, message: bytes) -> None:
+        """Sends a message without waiting.
+
+        Raises:
+            PeerDisconnectedError: if the connection is gone.
+        """
+        with self._lock:
+            try:
+                self._socket.send_multipart([*self._head, message], zmq.NOBLOCK)
+            except zmq.ZMQError as error:
+                raise PeerDisconnectedError(f"the connection to {self._peer} is gone ({error})") from error
+
+    def close(self) -> None:
+        """Ends the connection. What was sent still has half a second to leave."""
+        with self._lock:
+            self._socket.close()
+
+
+class MessageChannel:
+    """What one endpoint receives by, and makes its connections with."""
+
+    def __init__(self, endpoint_name: str, host: str, advertised_host: str) -> None:
+        """Listens on any free port of an address.
+
+        Raises:
+            TransportError: if it cannot.
+        """
+        self._name = endpoint_name
+        self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # Guards the socket, which ZMQ gives to one thread at a time.
+        self._lock = threading.Lock()
+        self._socket = _configured(self._context, zmq.PULL)
+        try:
+            port = self._socket.bind_to_random_port(f"tcp://{bracketed(host)}")
+        except zmq.ZMQError as error:
+            self.close()
+            raise TransportError(f"cannot listen on {host!r} (KVFERRY_HOST) for notifications: {error}") from error
+        self.address = ChannelAddress(advertised_host, port, self._token)
+
+    def connect(self, peer: str, address: ChannelAddress) -> MessageSender:
+        """Connects to a peer.
+
+        Raises:
+            TransportError: if it does not answer.
+        """
+        return MessageSender(self._context, self._name, peer, address)
+
+    def take(self) -> list[tuple[str, bytes]]:
+        """Returns what has arrived since the last call: (name of the sender, message)."""
+        taken: list[tuple[str, bytes]] = []
+        with self._lock:
+            while not self._socket.closed and len(taken) < _MOST_AT_A_TIME:
+                try:
+                    frames = self._socket.recv_multipart(zmq.NOBLOCK)
+                except zmq.Again:
+                    break
+                if len(frames) != _FRAMES or not hmac.compare_digest(frames[0], self._token):
+                    log.warning("a notification of a stranger, without this endpoint's token, was dropped")
+                    continue
+                taken.append((frames[1].decode("utf-8", "replace"), frames[2]))
+        return taken
+
+    def close(self) -> None:
+        """Closes the socket that it receives by, and waits until what was sent has left, half a second at most."""
+        with self._lock:
+            self._socket.close(linger=0)
+        self._context.term()
+
+
+def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    created = context.socket(kind)
+    created.setsockopt(zmq.IPV6, 1)
+    created.setsockopt(zmq.SNDHWM, 0)  # bounded by the writes that are on their way, each of which sends one
+    created.setsockopt(zmq.RCVHWM, 0)
+    created.setsockopt(zmq.LINGER, _LINGER_MS)
+    created.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
+    created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    return created

@@ -1,0 +1,505 @@
+"""Mooncake's transfer engine: RDMA where the machine has it, else TCP; CUDA memory with its builds for CUDA.
+
+It is told ranges, each of which is a transfer of its own with a status that is asked for without waiting. (It has
+batches, but waits for them in a busy loop.) It takes some 25 us a range over TCP and refuses all beyond 2,048 that one
+peer has waiting, so that a few of each write's are on their way at a time, and the rest follows as it is polled.
+
+It has no notification that leaves with an asynchronous write: those go over `MessageChannel`, once every range of the
+write has ended, which since version 0.3.12 means that it is in the peer's memory.
+
+It listens on every interface whatever address it is told; the kernel drops what comes by another one (`confine`).
+Nobody has to prove anything to it: whoever reaches its ports can write into registered memory.
+"""
+
+from __future__ import annotations
+
+import importlib
+import ipaddress
+import re
+import socket
+import time
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from threading import Lock
+from types import ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.errors import (
+    PeerDisconnectedError,
+    RegistrationError,
+    TransportError,
+    TransportUnavailableError,
+    quoted,
+)
+from kvferry.findings import Finding, error, good
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.settings import Settings, bracketed, environment, is_wildcard
+from kvferry.transport.base import PeerMetadata, Promises, TransferHandle, TransferReport
+from kvferry.transport.confined_ports import confine, sockets_on_every_interface
+from kvferry.transport.copies import Copies
+from kvferry.transport.devices import rdma_devices
+from kvferry.transport.diagnosis import Diagnosis, WayTaken
+from kvferry.transport.message_channel import ChannelAddress, MessageChannel, MessageSender
+from kvferry.transport.ranges import Connection, RangeTransport
+
+WHEELS = (
+    "mooncake-transfer-engine",
+    "mooncake-transfer-engine-cuda13",
+    "mooncake-transfer-engine-non-cuda",
+    "mooncake-transfer-engine-npu",
+    "mooncake-transfer-engine-rocm",
+)
+"""The packages that Mooncake's transfer engine comes in, one for each kind of device."""
+
+FIRST_SAFE_VERSION = (0, 3, 12)
+"""Before it, a write over TCP was said to have ended once it had left: 41 % of 2.4 MB writes were torn at that time."""
+
+RANGES_OF_A_WRITE = 64
+"""Most ranges of one write that are on their way: more were no faster (22 to 29 us a range with 16 to 1,000)."""
+
+RANGES_OF_A_PEER = 512
+"""Most ranges that are on their way to one peer. Mooncake queues 1,024, lets 1,024 more wait, and fails the rest."""
+
+_ACCEPT_S = 0.1
+"""How long the thread that takes handshakes waits: `close` waits for it, while no other thread of Python's runs."""
+
+_ENDED, _ON_ITS_WAY, _TIMED_OUT = 1, 0, -2  # what Mooncake says of a transfer; anything else is a failure
+_REFUSED = 0  # in place of a transfer's number
+_NOWHERE = 1  # an address at which nobody has memory
+_LANES, _MOST_LANES = 4, 16  # MC_TCP_LANES_PER_PEER
+
+
+@dataclass(frozen=True, slots=True)
+class Installed:
+    """Which of Mooncake's wheels is installed.
+
+    Attributes:
+        wheel: its name.
+        version: as it calls itself.
+    """
+
+    wheel: str
+    version: str
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether a write that has ended is in the peer's memory."""
+        return tuple(int(number) for number in re.findall(r"\d+", self.version)[:3]) >= FIRST_SAFE_VERSION
+
+
+def installed() -> list[Installed]:
+    """Returns Mooncake's wheels in this environment."""
+    found = []
+    for wheel in WHEELS:
+        with suppress(metadata.PackageNotFoundError):
+            found.append(Installed(wheel, metadata.version(wheel)))
+    return found
+
+
+def load_engine() -> ModuleType:
+    """Imports Mooncake's transfer engine.
+
+    Raises:
+        TransportUnavailableError: if it is not installed, cannot be loaded, or is a version that says too early that a
+            write has ended, saying what to do.
+    """
+    wheels = installed()
+    if not wheels:
+        raise TransportUnavailableError(
+            "Mooncake is not installed: pip install mooncake-transfer-engine-cuda13 (CUDA 13), "
+            "mooncake-transfer-engine (CUDA 12) or mooncake-transfer-engine-non-cuda"
+        )
+    for wheel in wheels:
+        if not wheel.is_safe:
+            raise TransportUnavailableError(
+                f"{wheel.wheel} {wheel.version} says that a write over TCP has ended before its bytes have arrived: "
+                f"install {'.'.join(map(str, FIRST_SAFE_VERSION))} or newer"
+            )
+    try:
+        return importlib.import_module("mooncake.engine")
+    except ImportError as problem:
+        hint = ": apt-get install libibverbs1" if "libibverbs" in str(problem) else ""
+        raise TransportUnavailableError(
+            f"{wheels[0].wheel} {wheels[0].version} is installed, but cannot be loaded: {problem}{hint}"
+        ) from problem
+
+
+class MooncakeDiagnosis(Diagnosis):
+    """What `kvferry doctor` is told."""
+
+    variables = ("MC_",)
+    read_by = "Mooncake"
+    remedy = "run with MC_LOG_LEVEL=INFO, and look at MC_FORCE_TCP, KVFERRY_MOONCAKE_DEVICE and KVFERRY_HOST"
+
+    def findings(self, settings: Settings) -> Iterator[Finding]:
+        try:
+            load_engine()
+            yield good("mooncake", ", ".join(f"{each.wheel} {each.version}" for each in installed()))
+        except TransportUnavailableError as problem:
+            yield error("mooncake", str(problem), "set KVFERRY_TRANSPORT=nixl where it cannot be installed")
+        used, known = settings.mooncake_device, rdma_devices()
+        missing = sorted({name for name in (used or "").split(",") if name} - set(known))
+        if missing:
+            yield error(
+                "devices",
+                f"Mooncake is told to use {', '.join(missing)} (KVFERRY_MOONCAKE_DEVICE), which is not there",
+                f"choose of {', '.join(sorted(known))}" if known else "this machine has no RDMA device: unset it",
+            )
+        else:
+            yield good("devices", f"Mooncake uses {used or 'whichever RDMA device it finds, else TCP'}")
+
+    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+        return WayTaken("Mooncake takes TCP" if _uses_tcp() else "Mooncake takes RDMA")
+
+
+class _Private(msgspec.Struct, frozen=True):
+    """What peers are told of an endpoint beside its name and memory.
+
+    Attributes:
+        name: the endpoint's.
+        server: as Mooncake knows it: host and port of its handshakes.
+        messages: where notifications go.
+    """
+
+    name: str
+    server: str
+    messages: ChannelAddress
+
+
+# Made here: msgspec 0.22 crashes if two threads are the first to decode a type.
+_PRIVATE = msgspec.msgpack.Decoder(_Private)
+
+
+@dataclass(slots=True, eq=False)
+class MooncakeConnection(Connection):
+    """A connection.
+
+    Attributes:
+        server: the peer, as Mooncake knows it.
+        messages: carries notifications.
+        borders: where pieces of the peer's memory begin, which a range must not cross.
+        lock: guards the number that follows; workers write side by side.
+        on_their_way: ranges of all writes.
+    """
+
+    server: str
+    messages: MessageSender
+    borders: NDArray[np.uint64]
+    lock: Lock = field(default_factory=Lock)
+    on_their_way: int = 0
+
+    def take(self, wanted: int) -> int:
+        """Takes up to so many places for ranges on their way, and returns how many."""
+        with self.lock:
+            taken = min(wanted, RANGES_OF_A_PEER - self.on_their_way)
+            self.on_their_way += taken
+        return taken
+
+    def give_back(self, count: int) -> None:
+        """Gives places back."""
+        with self.lock:
+            self.on_their_way -= count
+
+
+@dataclass(slots=True, eq=False)
+class MooncakeHandle(TransferHandle):
+    """A write.
+
+    Attributes:
+        copies: all of its ranges.
+        posted: how many of them have been posted, from the first on.
+        on_their_way: Mooncake's numbers of those that have not ended, the first posted first.
+        problem: why it has failed. What is on its way must end first.
+    """
+
+    connection: MooncakeConnection
+    copies: Copies
+    notification: bytes
+    began_at: float
+    post_s: float = 0.0
+    posted: int = 0
+    on_their_way: deque[int] = field(default_factory=deque)
+    problem: TransportError | None = None
+    report: TransferReport | None = None
+
+
+class Pieces:
+    """Memory without overlaps, as Mooncake wants it: what a region adds to those before."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def add(self, region: Region) -> list[Region]:
+        """Adds a region and returns the parts of it that no earlier one has."""
+        new, at = [], region.address
+        first = bisect_right(self._stops, region.address)
+        last = bisect_left(self._starts, region.stop)
+        for start, stop in [*zip(self._starts[first:last], self._stops[first:last], strict=True), (region.stop, 0)]:
+            if at < start:
+                new.append(Region(at, start - at))
+            at = max(at, stop)
+        for piece in new:
+            place = bisect_left(self._starts, piece.address)
+            self._starts.insert(place, piece.address)
+            self._stops.insert(place, piece.stop)
+        return new
+
+    @property
+    def starts(self) -> NDArray[np.uint64]:
+        """Where each piece begins, in ascending order."""
+        return np.array(self._starts, np.uint64)
+
+
+def pieces_of(regions: Iterable[Region]) -> Pieces:
+    """Returns the pieces of regions that were registered in this order."""
+    pieces = Pieces()
+    for region in regions:
+        pieces.add(region)
+    return pieces
+
+
+class MooncakeTransport(RangeTransport[MooncakeConnection]):
+    """Moves bytes with Mooncake's transfer engine.
+
+    What it promises is what version 0.3.13 was measured to do over TCP. After a process was killed in the middle of a
+    write, its last bytes arrived within milliseconds. Four connections to a peer share the ranges, and nothing orders
+    them. A write that has begun goes on after its owner has unregistered the memory. Of RDMA nothing was measured.
+    """
+
+    name = "mooncake"
+    diagnosis = MooncakeDiagnosis()
+
+    @classmethod
+    def check_available(cls) -> None:
+        load_engine()
+
+    @classmethod
+    def from_settings(cls, settings: Settings, endpoint_name: str, *, writes: bool) -> MooncakeTransport:  # noqa: ARG003
+        return cls(
+            endpoint_name,
+            host=settings.host,
+            advertised_host=settings.advertise_host,
+            device=settings.mooncake_device or "",
+        )
+
+    def __init__(
+        self, endpoint_name: str, *, host: str = "127.0.0.1", advertised_host: str | None = None, device: str = ""
+    ) -> None:
+        """Starts an engine.
+
+        Args:
+            endpoint_name: its name among all peers, new at every start.
+            host: the address to listen on.
+            advertised_host: as peers reach it; `host` if None.
+            device: RDMA devices to use, separated by commas; "" leaves it to Mooncake.
+
+        Raises:
+            TransportUnavailableError: if Mooncake is missing, or was set to what kvferry cannot use.
+            TransportError: if it cannot start.
+        """
+        super().__init__(endpoint_name)
+        library = load_engine()
+        advertised = advertised_host or host
+        _check_variables(host, advertised)
+        is_for_cuda = getattr(library, "SUPPORT_CUDA", False)
+        self.memory_kinds = frozenset({MemoryKind.DRAM} | ({MemoryKind.VRAM} if is_for_cuda else set()))  # type: ignore[misc]
+        self._is_tcp = _uses_tcp()
+        self.promises = Promises(
+            can_abort=False, fenced_by_deregistration=False, fenced_by_death=self._is_tcp, keeps_order=False
+        )
+        self._channel = MessageChannel(endpoint_name, host, advertised)
+        self._pieces = Pieces()
+        self._last_ranges: list[int] = []  # to peers that have died
+        self._servers: dict[str, str] = {}  # who was reached under a name of Mooncake's, which keeps what it knew of it
+        self._engine: Any = library.TransferEngine()
+        before = sockets_on_every_interface()
+        # Every port is one that is free: where peers are told each other's, nobody needs a server for that.
+        code = self._engine.initialize(f"{bracketed(advertised)}:0", "P2PHANDSHAKE", "tcp", device)
+        if code:
+            self._channel.close()
+            raise TransportError(f"Mooncake cannot start on {advertised} with device {device!r}: error {code}")
+        for listening in sockets_on_every_interface() - before:
+            listening.set_accept_timeout(_ACCEPT_S)
+            if not is_wildcard(host):
+                confine(listening, host)
+        port = self._engine.get_rpc_port()
+        with suppress(OSError), socket.create_connection(("localhost" if is_wildcard(host) else host, port), _ACCEPT_S):
+            pass  # ends the first wait for a handshake, which is a second long
+        self._server = f"{bracketed(advertised)}:{port}"
+
+    def private_metadata(self) -> bytes:
+        return msgspec.msgpack.encode(_Private(self.endpoint_name, self._server, self._channel.address))
+
+    def register(self, regions: Sequence[Region], device: Device) -> None:
+        if any(region.length < 1 or region.address < 1 for region in regions):
+            raise RegistrationError(f"cannot register regions without address or length: {regions}")
+        super().register(regions, device)
+        with self._lock:
+            pieces = [piece for region in regions for piece in self._pieces.add(region)]
+        if pieces:
+            code = self._engine.batch_register_memory(
+                [piece.address for piece in pieces], [piece.length for piece in pieces]
+            )
+            if code:
+                raise RegistrationError(f"Mooncake cannot register {len(pieces)} regions of {device}: error {code}")
+
+    def open(self, peer: PeerMetadata) -> MooncakeConnection:
+        try:
+            private = _PRIVATE.decode(peer.private)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as problem:
+            raise TransportError(f"{peer.name} sent no metadata of Mooncake's: {quoted(problem)}") from problem
+        if private.name != peer.name:
+            raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {private.name!r}")
+        with self._lock:
+            earlier = self._servers.setdefault(private.server, peer.name)
+        if earlier != peer.name:
+            raise TransportError(
+                f"{peer.name} has the port that {earlier} had ({private.server}), and Mooncake would write to where "
+                "that was: start either side anew"
+            )
+        # The first reaches the peer, too, but wants memory to be there.
+        reached = self._engine.get_first_buffer_address(private.server) if peer.regions else True
+        if not reached or self._engine.send_probe(private.server):
+            raise TransportError(f"{peer.name} does not answer Mooncake at {private.server}")
+        return MooncakeConnection(
+            peer,
+            server=private.server,
+            messages=self._channel.connect(peer.name, private.messages),
+            borders=pieces_of(peer.regions).starts,
+        )
+
+    def hang_up(self, connection: MooncakeConnection) -> None:
+        if self._is_tcp and not connection.messages.is_connected and len(self._memory):
+            # Mooncake keeps its sockets to a peer that has died until it next uses them. It uses each for a range that
+            # nobody would take.
+            source = self._memory.regions[0].address
+            with self._lock:
+                for _ in range(_connections_to_a_peer()):
+                    number = self._engine.transfer_submit_write(connection.server, source, _NOWHERE, 1)
+                    self._last_ranges += [number] if number != _REFUSED else []
+        connection.messages.close()
+
+    def start(self, connection: MooncakeConnection, copies: Copies, notification: bytes) -> MooncakeHandle:
+        if not connection.messages.is_connected:
+            raise PeerDisconnectedError(f"the connection to {connection.peer.name} is gone")
+        copies = copies.cut_at(self._pieces.starts, connection.borders)
+        transfer = MooncakeHandle(connection, copies, notification, time.perf_counter())
+        self._post_more(transfer)
+        if transfer.problem is not None and not transfer.on_their_way:
+            raise transfer.problem
+        transfer.post_s = time.perf_counter() - transfer.began_at
+        return transfer
+
+    def _post_more(self, transfer: MooncakeHandle) -> None:
+        """Posts as many of the ranges that are left as may be on their way."""
+        connection, copies = transfer.connection, transfer.copies
+        wanted = min(RANGES_OF_A_WRITE - len(transfer.on_their_way), len(copies) - transfer.posted)
+        taken = connection.take(wanted) if wanted else 0
+        for done, (source, destination, length) in enumerate(copies.part(transfer.posted, taken)):
+            number = self._engine.transfer_submit_write(connection.server, source, destination, length)
+            if number == _REFUSED:
+                transfer.problem = self._failure(transfer, f"does not take a range of {length} bytes")
+                connection.give_back(taken - done)
+                return
+            transfer.on_their_way.append(number)
+            transfer.posted += 1
+
+    def poll(self, transfer: TransferHandle) -> TransferReport | None:
+        assert isinstance(transfer, MooncakeHandle)
+        if transfer.report is not None:
+            return transfer.report
+        while transfer.on_their_way:
+            status = self._engine.transfer_check_status(transfer.on_their_way[0])
+            if status in (_ON_ITS_WAY, _TIMED_OUT):  # the latter may still move
+                break
+            transfer.on_their_way.popleft()
+            transfer.connection.give_back(1)
+            if status != _ENDED and transfer.problem is None:
+                transfer.problem = self._failure(transfer, f"failed to write a range (status {status})")
+        if transfer.problem is None and transfer.posted < len(transfer.copies):
+            self._post_more(transfer)
+        if transfer.on_their_way:
+            return None
+        if transfer.problem is not None:
+            raise transfer.problem
+        if transfer.posted < len(transfer.copies):
+            return None
+        if transfer.notification:
+            transfer.connection.messages.send(transfer.notification)
+        transfer.report = TransferReport(
+            total_bytes=transfer.copies.total_bytes,
+            descriptors=len(transfer.copies),
+            post_s=transfer.post_s,
+            transfer_s=time.perf_counter() - transfer.began_at,
+        )
+        return transfer.report
+
+    def _failure(self, transfer: MooncakeHandle, what: str) -> TransportError:
+        peer = transfer.connection.peer.name
+        said = f"Mooncake {what}, and says why where this process writes its errors"
+        if transfer.connection.messages.is_connected:
+            return TransportError(f"writing to {peer}: {said}")
+        return PeerDisconnectedError(f"writing to {peer}: the connection to {peer} is gone ({said})")
+
+    def _is_on_its_way(self, number: int) -> bool:
+        """Returns whether a range is; frees it if not."""
+        return self._engine.transfer_check_status(number) in (_ON_ITS_WAY, _TIMED_OUT)
+
+    def notify(self, peer: str, notification: bytes) -> None:
+        self.connection(peer).messages.send(notification)
+
+    def take_notifications(self) -> list[tuple[str, bytes]]:
+        if self._last_ranges:
+            with self._lock:
+                self._last_ranges = [each for each in self._last_ranges if self._is_on_its_way(each)]
+        return self._channel.take()
+
+    def close(self) -> None:
+        super().close()
+        if self._engine is not None:
+            self._last_ranges = []
+            self._engine = None  # ends its threads, and closes its ports
+            self._channel.close()
+
+
+def _check_variables(host: str, advertised: str) -> None:
+    """Refuses what Mooncake reads from the environment if kvferry cannot work with it.
+
+    Raises:
+        TransportUnavailableError: naming the variable.
+    """
+    variables = environment()
+    if variables.get("MC_TCP_PROTO") == "1":
+        raise TransportUnavailableError(
+            "with MC_TCP_PROTO=1 Mooncake says that a write has ended before its bytes have arrived: unset it"
+        )
+    for address in (host, advertised):
+        if _is_ipv6(address) and "MC_USE_IPV6" not in variables:
+            raise TransportUnavailableError(f"Mooncake uses {address} only if MC_USE_IPV6=1 is set on every side")
+
+
+def _uses_tcp() -> bool:
+    """Returns whether Mooncake will use TCP: where it finds no RDMA device, or is forced to."""
+    return not rdma_devices() or "MC_FORCE_TCP" in environment()
+
+
+def _connections_to_a_peer() -> int:
+    """Returns how many TCP connections Mooncake has to each peer, at most."""
+    given = environment().get("MC_TCP_LANES_PER_PEER", "")
+    return int(given) if given.isdecimal() and 1 <= int(given) <= _MOST_LANES else _LANES
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).version == 6
+    except ValueError:
+        return False

@@ -1,0 +1,136 @@
+"""Notifications over connections of kvferry's own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+import zmq
+from tests.support.waiting import eventually
+
+from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.transport.message_channel import ChannelAddress, MessageChannel
+
+
+@pytest.fixture
+def receiver() -> Iterator[MessageChannel]:
+    made = MessageChannel("receiver", "127.0.0.1", "127.0.0.1")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sender() -> Iterator[MessageChannel]:
+    made = MessageChannel("sender", "127.0.0.1", "127.0.0.1")
+    yield made
+    made.close()
+
+
+def taken(channel: MessageChannel, count: int) -> list[tuple[str, bytes]]:
+    found: list[tuple[str, bytes]] = []
+
+    def enough() -> bool:
+        found.extend(channel.take())
+        return len(found) >= count
+
+    eventually(f"{count} messages", enough)
+    return found
+
+
+def test_messages_of_any_bytes_arrive_in_order_with_their_senders_name(
+    sender: MessageChannel, receiver: MessageChannel
+):
+    connection = sender.connect("receiver", receiver.address)
+    messages = [b"", b"\x00\xff", bytes(300_000), *(b"%d" % number for number in range(2000))]
+    for message in messages:
+        connection.send(message)
+    assert taken(receiver, len(messages)) == [("sender", message) for message in messages]
+    connection.close()
+
+
+def test_a_connection_whose_other_end_is_closed_is_gone_for_good(sender: MessageChannel):
+    first = MessageChannel("receiver", "127.0.0.1", "127.0.0.1")
+    connection = sender.connect("receiver", first.address)
+    states = [connection.is_connected]
+    first.close()
+    eventually("the end is noticed", lambda: not connection.is_connected)
+    with socket.create_server(("127.0.0.1", first.address.port)) as successor:
+        successor.settimeout(0.3)
+        with pytest.raises(PeerDisconnectedError, match="the connection to receiver is gone"):
+            connection.send(b"lost")
+        with pytest.raises(TimeoutError):  # nobody comes to whoever has the port now
+            successor.accept()
+    connection.close()
+    connection.close()
+    states.append(connection.is_connected)
+    assert states == [True, False]
+    with pytest.raises(PeerDisconnectedError):
+        connection.send(b"closed")
+
+
+def test_whoever_does_not_know_the_token_is_not_heard(
+    sender: MessageChannel, receiver: MessageChannel, caplog: pytest.LogCaptureFixture
+):
+    stranger = sender.connect("receiver", msgspec.structs.replace(receiver.address, token=bytes(16)))
+    with zmq.Context() as context, context.socket(zmq.PUSH) as rude, caplog.at_level(logging.WARNING):
+        rude.connect(f"tcp://127.0.0.1:{receiver.address.port}")
+        rude.send(b"one frame")
+        stranger.send(b"guessed")
+        connection = sender.connect("receiver", receiver.address)
+        eventually(
+            "both are dropped", lambda: receiver.take() or caplog.text.count("without this endpoint's token") == 2
+        )
+        connection.send(b"known")
+        assert taken(receiver, 1) == [("sender", b"known")]
+        connection.close()
+    stranger.close()
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "not a host", ""])
+def test_a_host_that_is_none_cannot_be_listened_on_or_reached(
+    sender: MessageChannel, host: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.transport.message_channel._CONNECT_MS", 100)
+    with pytest.raises(TransportError, match=f"cannot listen on {host!r} .KVFERRY_HOST."):
+        MessageChannel("nowhere", host, host)
+    with pytest.raises(TransportError, match="receiver cannot be reached"):
+        sender.connect("receiver", ChannelAddress(host, 70_000, b""))
+
+
+def test_whoever_does_not_answer_is_refused_with_the_address(sender: MessageChannel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.transport.message_channel._CONNECT_MS", 100)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        port = mute.getsockname()[1]
+        with pytest.raises(TransportError, match=f"receiver cannot be reached at tcp://127.0.0.1:{port}"):
+            sender.connect("receiver", ChannelAddress("127.0.0.1", port, b"token"))
+
+
+def test_several_threads_send_and_take(sender: MessageChannel, receiver: MessageChannel):
+    connection = sender.connect("receiver", receiver.address)
+
+    def work(number: int) -> None:
+        for _ in range(500):
+            connection.send(b"%d" % number)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    found = taken(receiver, 2000)
+    for thread in threads:
+        thread.join()
+    assert sorted(message for _, message in found) == sorted(b"%d" % number for number in range(4) for _ in range(500))
+    connection.close()
+
+
+def test_what_was_sent_before_closing_arrives(receiver: MessageChannel):
+    sender = MessageChannel("sender", "127.0.0.1", "127.0.0.1")
+    connection = sender.connect("receiver", receiver.address)
+    for number in range(100):
+        connection.send(b"%d" % number)
+    connection.close()
+    sender.close()
+    assert len(taken(receiver, 100)) == 100
