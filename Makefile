@@ -25,7 +25,8 @@ SGLANG_OLDER ?= sglang==0.5.22
 SGLANG_OLDER_PATH := .sglang-older
 SGLANG_OLDER_INSTALLED := $(SGLANG_OLDER_PATH)/.installed
 # What some tests need of the system, and skip with a reason without: Mooncake's library is linked with libibverbs1, also
-# where there is no InfiniBand.
+# where there is no InfiniBand. What that recommends (ibverbs-providers) makes processes crash as they end that have used
+# NIXL 1.5.1, which brings another libnl along.
 DEBIAN_PACKAGES := libibverbs1
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
@@ -75,8 +76,8 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 debian-packages:
-	apt-get install --quiet --quiet --yes $(DEBIAN_PACKAGES) || \
-		{ apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes $(DEBIAN_PACKAGES); }
+	apt-get install --quiet --quiet --yes --no-install-recommends $(DEBIAN_PACKAGES) || \
+		{ apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes --no-install-recommends $(DEBIAN_PACKAGES); }
 
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
 environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)

@@ -126,7 +126,7 @@ def load_engine() -> ModuleType:
     try:
         return importlib.import_module("mooncake.engine")
     except ImportError as problem:
-        hint = ": apt-get install libibverbs1" if "libibverbs" in str(problem) else ""
+        hint = ": apt-get install --no-install-recommends libibverbs1" if "libibverbs" in str(problem) else ""
         raise TransportUnavailableError(
             f"{wheels[0].wheel} {wheels[0].version} is installed, but cannot be loaded: {problem}{hint}"
         ) from problem
