@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.real_transport import skip_unless_installed
+from tests.support.real_transport import REAL, skip_unless_installed
 
 skip_unless_installed()
 
@@ -32,6 +32,16 @@ def test_the_first_transfer_takes_longer_than_a_later_one():
     assert (found["regions"], found["pages"], found["exact"]) == (128, 6144, True)
     assert found["first_ms"] > 0 < found["later_ms"]
     assert found["more_ms"] == pytest.approx(found["all_more_ms"][0])
+
+
+@pytest.mark.full
+def test_transports_are_measured_side_by_side():
+    found = printed("transports.py", "--transports", REAL.name, "--shapes", "MLA", "--tokens", "64", "--pairs", "1")
+    assert [(row["transport"], row["variant"], row["exact"]) for row in found["rows"]] == [
+        (REAL.name, "direct", True),
+        (REAL.name, "auto", True),
+    ]
+    assert found["first_ms"][REAL.name] > 0
 
 
 @pytest.mark.full

@@ -17,9 +17,9 @@ PRELOADED = [f"tests.support.{REAL.name}_preload"] if REAL.name == "nixl" else [
 """Modules that a fork server imports, so that its processes have the transport's library from the start."""
 
 
-def skip_unless_installed() -> None:
-    """Skips the module that calls this while it is imported, if the transport is not installed."""
+def skip_unless_installed(name: str = REAL.name) -> None:
+    """Skips the test that calls this, or the module while it is imported, if a transport is not installed."""
     try:
-        REAL.check_available()
+        transport_class(name).check_available()
     except TransportUnavailableError as error:
         pytest.skip(str(error), allow_module_level=True)

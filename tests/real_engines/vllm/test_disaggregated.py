@@ -12,6 +12,7 @@ from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineError, Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
+from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import eventually
 
 from kvferry.engines.vllm.parameters import ROOM
@@ -104,6 +105,16 @@ def test_layers_that_leave_before_they_are_computed_change_the_tokens(engines: E
     right = engines.alone().started().generate(each, COUNT)
     assert all(output.tokens for output in outputs)
     assert [output.tokens for output in outputs] != right
+
+
+def test_another_transport_carries_the_same_tokens_and_both_sides_must_have_it(engines: Engines):
+    skip_unless_installed("mooncake")
+    over = {"transport": "mooncake"}
+    decode = engines.decode("decode-mooncake", settings=over)
+    check(engines, Pair(engines.prefill("prefill-mooncake", tp=2, settings=over), decode), prompts(61), "mooncake")
+    unlike = Pair(engines.prefill("prefill"), decode)
+    unlike.run(prompts(62, 1), "unlike")
+    assert "transport: prefill rank 0 of 'prefill' uses nixl, this decode rank mooncake" in unlike.said
 
 
 def test_what_the_decode_side_has_does_not_travel(engines: Engines, both: Pair):

@@ -12,11 +12,14 @@ import pytest
 from kvferry.applications.bench import memory
 from kvferry.applications.bench.arguments import BenchArguments
 from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchOptions
+from kvferry.applications.bench.pattern import Checked
 from kvferry.applications.bench.pool import Pool, block_bytes, pool_bytes, storage_bytes
 from kvferry.applications.bench.prepare import prepare, preset_model
 from kvferry.applications.bench.ranks import bulk_settings
-from kvferry.applications.bench.run import Place, checked_place, run
+from kvferry.applications.bench.report import case_data
+from kvferry.applications.bench.run import Place, agreed, checked_place, run
 from kvferry.applications.bench.storage import allocate
+from kvferry.applications.bench.summary import Case
 from kvferry.cpus import usable_cpus
 from kvferry.errors import ConfigurationError, ModelError, SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind
@@ -268,6 +271,27 @@ def test_the_transport_is_what_was_typed_or_else_set(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVFERRY_TRANSPORT", OWN)
     assert options().transport == OWN
     assert options(transport="nixl").transport == "nixl"
+
+
+def test_several_transports_are_a_case_each():
+    planned = prepare(dataclasses.replace(ARGUMENTS, transport=f"nixl, {OWN},nixl", page_size="16,64"))
+    assert [(each.prefill.page_tokens, each.transport) for each in planned] == [
+        (16, "nixl"),
+        (16, OWN),
+        (64, "nixl"),
+        (64, OWN),
+    ]
+    assert [each.name.rpartition(", ")[2] for each in planned] == ["nixl", OWN, "nixl", OWN]
+    assert agreed(ARGUMENTS, planned)["--transport"] == f"nixl,{OWN}"
+    (alone,) = prepare(dataclasses.replace(ARGUMENTS, transport="nixl"))
+    assert "nixl" not in alone.name
+    assert bulk_settings(planned[1]).transport == OWN
+
+
+def test_the_transport_is_said_of_every_case():
+    planned = prepare(dataclasses.replace(ARGUMENTS, transport=f"nixl,{OWN}"))
+    cases = [Case(each, "direct", 1.0, Checked(), None, "refused") for each in planned]
+    assert [case_data(case)["transport"] for case in cases] == ["nixl", OWN]
 
 
 def test_a_transport_that_is_not_known_is_refused():

@@ -67,7 +67,13 @@ class BenchArguments(Workload, Shape):
     """What is measured. Two machines that measure together are given the same."""
 
     transport: Annotated[
-        str | None, typer.Option(help="What moves the bytes: a name, or module:Class [KVFERRY_TRANSPORT].")
+        str | None,
+        typer.Option(
+            "--transport",
+            "--transports",
+            help="What moves the bytes: a name, or module:Class; several, such as nixl,mooncake, are a case each "
+            "[KVFERRY_TRANSPORT].",
+        ),
     ] = None
     nixl_threads: Annotated[
         int | None, typer.Option(help="Threads that share a large direct write [KVFERRY_NIXL_THREADS].")

@@ -126,6 +126,7 @@ class BenchOptions(Workload):
         device: where the pools lie.
         is_scattered: whether a request's pages lie in random order, as in a pool in use, or side by side.
         transport: what moves the bytes, as the setting names it.
+        compares_transports: whether other cases have another one.
         nixl_threads: threads that share a large direct write.
     """
 
@@ -136,6 +137,7 @@ class BenchOptions(Workload):
     device: Device
     is_scattered: bool
     transport: str
+    compares_transports: bool
     nixl_threads: int
 
     @property
@@ -168,4 +170,5 @@ class BenchOptions(Workload):
             pages += f"->{decode.page_tokens}"
         orders = "" if prefill.order is decode.order else f" {prefill.order.value}->{decode.order.value}"
         lie = "scattered" if self.is_scattered else "contiguous"
-        return f"TP {prefill.tp_size}->{decode.tp_size}, {pages}-token pages{orders}, {lie}"
+        over = f", {self.transport}" if self.compares_transports else ""
+        return f"TP {prefill.tp_size}->{decode.tp_size}, {pages}-token pages{orders}, {lie}{over}"

@@ -17,7 +17,7 @@ from kvferry.transport.chosen import transport_class
 
 
 def prepare(arguments: BenchArguments) -> list[BenchOptions]:
-    """Checks every value; gives one set of options for every page size and way that pages lie.
+    """Checks every value; gives one set of options for every page size, way that pages lie, and transport.
 
     Raises:
         ConfigurationError: naming the option and its value.
@@ -43,9 +43,8 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
     model = preset_model(arguments.preset) if arguments.config is None else configured_model(arguments.config)
     prefill_order = one_of(TOKEN_ORDERS, arguments.prefill_layout, option="--prefill-layout")
     decode_order = one_of(TOKEN_ORDERS, arguments.decode_layout, option="--decode-layout")
-    typed = {"transport": arguments.transport, "nixl_threads": arguments.nixl_threads}
-    settings = Settings(**{name: value for name, value in typed.items() if value is not None})
-    transport_class(settings.transport)  # refuses a name that means nothing
+    settings = Settings() if arguments.nixl_threads is None else Settings(nixl_threads=arguments.nixl_threads)
+    transports = parse_transports(arguments.transport or settings.transport)
     sizes, lies = parse_numbers(arguments.page_size, option="--page-size"), parse_pages(arguments.pages)
     for page_tokens in sizes:
         num_pages = -(-arguments.tokens // page_tokens)
@@ -63,12 +62,14 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
             variants=variants,
             device=device,
             is_scattered=is_scattered,
-            transport=settings.transport,
+            transport=transport,
+            compares_transports=len(transports) > 1,
             nixl_threads=settings.nixl_threads,
             **load,
         )
         for page_tokens in sizes
         for is_scattered in lies
+        for transport in transports
     ]
 
 
@@ -124,6 +125,18 @@ def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in parts):
         raise SettingsError(f"{option} {text!r}: write a number from 1 on, or several such as 1,16,64")
     return tuple(dict.fromkeys(int(part) for part in parts))
+
+
+def parse_transports(text: str) -> tuple[str, ...]:
+    """Names of transports, separated by commas.
+
+    Raises:
+        SettingsError: if there is none of a name.
+    """
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",")))
+    for name in names:
+        transport_class(name)
+    return names
 
 
 def parse_pages(text: str) -> tuple[bool, ...]:

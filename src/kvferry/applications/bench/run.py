@@ -93,7 +93,8 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     if picture is not None:
         check_picture(picture, option="--plot")
     planned = prepare(arguments)
-    transport_class(planned[0].transport).check_available()
+    for transport in transports(planned):
+        transport_class(transport).check_available()
     main, gpu = available_bytes(), available_gpu_bytes(planned[0].device)
     for options in planned:
         check_fits(options, [options.side(name) for name in place.side_names], main, gpu)
@@ -168,5 +169,10 @@ def agreed(arguments: BenchArguments, planned: Sequence[BenchOptions]) -> dict[s
         "kvferry's version": __version__,
         "the model (--preset, --config)": f"{model.name} ({digest})",
         **said,
-        "--transport": planned[0].transport,
+        "--transport": ",".join(transports(planned)),
     }
+
+
+def transports(planned: Sequence[BenchOptions]) -> tuple[str, ...]:
+    """What moves the bytes in all cases, each once."""
+    return tuple(dict.fromkeys(options.transport for options in planned))
