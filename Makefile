@@ -28,6 +28,8 @@ SGLANG_OLDER_INSTALLED := $(SGLANG_OLDER_PATH)/.installed
 # where there is no InfiniBand. What that recommends (ibverbs-providers) makes processes crash as they end that have used
 # NIXL 1.5.1, which brings another libnl along.
 DEBIAN_PACKAGES := libibverbs1
+# What `make test-transport` moves bytes with: a name, or package.module:ClassName.
+TRANSPORT ?= mooncake
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
 SEEDS ?= 20000
 SEED ?=
@@ -38,12 +40,13 @@ SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages sim demo test test-all test-full test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments debian-packages sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then prove every layer, with small budgets"
 	@echo "make test-all   set up, then run the whole proof, real engines included"
+	@echo "make test-transport  set up, then run tests of several processes over Mooncake (TRANSPORT=package.module:Class)"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
 	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's"
 	@echo "make debian-packages  install what some tests need of the system and skip without; as root"
@@ -100,10 +103,14 @@ test: $(INSTALLED)
 
 # The whole proof. Real engines have environments of their own, and come one after the other: on two cores both at once
 # take longer, and starve each other until tests fail, servers too.
-test-all: test-full test-vllm test-sglang
+test-all: test-full test-transport test-vllm test-sglang
 
 test-full: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml
+
+# What asks for processes, over another transport than NIXL: these tests have the one that the environment chooses.
+test-transport: $(INSTALLED)
+	KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) tests/processes --junitxml=$(DURATIONS)/transport.xml
 
 # What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak. Last what real engines take
 # long for.

@@ -14,11 +14,12 @@ from tests.support.toy_transport import ToyTransport
 from tests.support.transports import KINDS
 
 from kvferry import transport
-from kvferry.transport import Diagnosis, RangeTransport, Transport
+from kvferry.transport import Diagnosis, RangeTransport, Transport, mooncake
 from kvferry.transport.chosen import transport_class
 
 FILE = Path(toy_transport.__file__)
 IF_THERE_IS_A_LIBRARY = {"check_available", "register", "memory_kinds", "variables", "read_by", "says_more"}
+FOR_A_LIBRARY_THAT_LACKS_IT = {"MessageChannel", "confine", "cut_at"}
 OF_PYTHON = {"__cause__", "super()", "raise ... from"}
 
 
@@ -56,10 +57,18 @@ def test_what_the_recipe_names_is_in_the_toy():
         if hasattr(node, field)
     }
     wanted = {name for name in named() if re.fullmatch(r"\w+", name)} - OF_PYTHON
-    elsewhere = {"kvferry", "Transport", "TransportUnavailableError", "TRANSPORTS", "KINDS"}
+    elsewhere = {"kvferry", "Transport", "TransportUnavailableError", "TRANSPORTS", "KINDS", "WAYS"}
+    elsewhere |= FOR_A_LIBRARY_THAT_LACKS_IT
     assert wanted - words - elsewhere == IF_THERE_IS_A_LIBRARY
     for name in IF_THERE_IS_A_LIBRARY:
         assert hasattr(RangeTransport, name) or hasattr(Diagnosis, name)
+
+
+def test_what_helps_a_library_is_offered_and_used_by_mooncakes_file():
+    text = Path(mooncake.__file__).read_text()
+    for name in FOR_A_LIBRARY_THAT_LACKS_IT:
+        assert name in transport.__all__ or hasattr(transport.Copies, name)
+        assert f"{name}(" in text
 
 
 @pytest.mark.parametrize("base", [RangeTransport, Diagnosis])
