@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import socket
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from functools import partial
@@ -271,8 +272,36 @@ def test_nobody_at_the_address_is_an_error(kit: Kit):
     here, there = kit.end("here"), kit.end("there")
     metadata = there.transport.metadata()
     there.transport.close()
-    with pytest.raises(TransportError, match=r"there-\w+ does not answer Mooncake at 127.0.0.1:"):
-        here.transport.connect(metadata)
+    peer = here.transport.connect(metadata)
+    with pytest.raises(PeerDisconnectedError, match=r"there-\w+ does not answer Mooncake at 127.0.0.1:"):
+        until("a refusal", lambda: here.transport.notify(peer, b"lost"))
+    with pytest.raises(PeerDisconnectedError, match=r"there-\w+ does not answer"):
+        here.transport.write(here.region, peer, there.region.address, b"")
+
+
+def test_a_peer_that_does_not_answer_keeps_nobody_waiting(pair: Pair):
+    """A frozen process: the system takes its connections, and nobody answers."""
+    transport, memory = pair.here.transport, np.zeros(64, np.uint8)
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        server = f"127.0.0.1:{mute.getsockname()[1]}"
+        address = {"host": "127.0.0.1", "port": mute.getsockname()[1], "token": b""}
+        frozen = PeerMetadata(
+            name="frozen",
+            device=Device(),
+            regions=(Region(memory.ctypes.data, 64),),
+            private=msgspec.msgpack.encode({"name": "frozen", "server": server, "messages": address}),
+        )
+        began_at = time.monotonic()
+        transport.connect(frozen.encode())
+        transport.notify("frozen", b"waits")
+        transfer = transport.write(Region(pair.here.region.address, 64), "frozen", memory.ctypes.data, b"")
+        for number in range(20):
+            write_range(pair, 0, 64 * number, 64, b"%d" % number)
+            assert transport.poll(transfer) is None
+        assert time.monotonic() - began_at < 1
+        arrivals(pair.there.transport, 20)
+    with pytest.raises(PeerDisconnectedError, match="frozen does not answer Mooncake"):
+        until("an end", lambda: transport.poll(transfer))
 
 
 def test_connections_to_a_peer_that_has_gone_are_closed(kit: Kit):
@@ -289,7 +318,7 @@ def test_connections_to_a_peer_that_has_gone_are_closed(kit: Kit):
 
     def is_gone(peer: str) -> bool:
         assert isinstance(here.transport, MooncakeTransport)
-        return not here.transport.connection(peer).messages.is_connected
+        return here.transport.connection(peer).is_lost
 
     before = num_sockets()
     for _ in range(3):

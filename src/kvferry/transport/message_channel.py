@@ -7,10 +7,12 @@ lost then. Whoever sends must know the receiver's token, which is in the metadat
 
 from __future__ import annotations
 
+import enum
 import hmac
 import logging
 import secrets
 import threading
+import time
 
 import msgspec
 import zmq
@@ -22,7 +24,8 @@ log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
 _LONGEST_MESSAGE = 64 << 20
-_CONNECT_MS = 10_000
+_CONNECT_S = 10.0
+_MOMENT_MS = 50
 _HEARTBEAT_MS = 10_000  # by which a host that has vanished is told from one that is silent
 _LINGER_MS = 500
 _FRAMES = 3
@@ -43,58 +46,91 @@ class ChannelAddress(msgspec.Struct, frozen=True):
     token: bytes
 
 
+class ConnectionState(enum.Enum):
+    """What is known of a connection."""
+
+    CONNECTING = "connecting"
+    CONNECTED = "connected"
+    LOST = "lost"
+
+
 class MessageSender:
-    """A connection to one peer. Every method may be called from any thread."""
+    """A connection to one peer, waited for a moment only: what is sent before it is there follows when it is.
+
+    Every method may be called from any thread.
+    """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], ours: str, peer: str, address: ChannelAddress) -> None:
-        """Connects.
+        """Begins to connect.
 
         Args:
             ours: the name that the peer is told.
             peer: its name, for messages.
 
         Raises:
-            TransportError: if it does not answer within ten seconds.
+            TransportError: if the address is none.
         """
         self._peer = peer
         self._head = [address.token, ours.encode()]
-        # Guards the socket, which ZMQ gives to one thread at a time.
+        # Guards what follows; ZMQ gives a socket to one thread at a time.
         self._lock = threading.Lock()
+        self._state = ConnectionState.CONNECTING
+        self._waiting: list[bytes] = []
+        self._given_up_at = time.monotonic() + _CONNECT_S
         self._socket = _configured(context, zmq.PUSH)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a message is for a connection that there is
         where = f"tcp://{bracketed(address.host)}:{address.port}"
         try:
             self._socket.connect(where)
-            if not self._socket.poll(_CONNECT_MS, zmq.POLLOUT):
-                raise TransportError(f"{peer} cannot be reached at {where}, its address for notifications")
-        except (zmq.ZMQError, TransportError) as error:
+            self._socket.poll(_MOMENT_MS, zmq.POLLOUT)  # most are there by then, and need nobody to look again
+        except zmq.ZMQError as error:
             self._socket.close(linger=0)
-            if isinstance(error, TransportError):
-                raise
             raise TransportError(f"{peer} cannot be reached at {where!r}: {error}") from error
 
     @property
-    def is_connected(self) -> bool:
-        """Whether the connection is there, as far as is known."""
+    def state(self) -> ConnectionState:
+        """What is known by now. Whatever waits for the connection leaves when this is asked."""
         with self._lock:
-            return not self._socket.closed and bool(self._socket.poll(0, zmq.POLLOUT))
+            return self._settled()
+
+    def _settled(self) -> ConnectionState:
+        """Brings the state up to date. Called with the lock."""
+        if self._state is ConnectionState.LOST:
+            return self._state
+        is_there = bool(self._socket.poll(0, zmq.POLLOUT))  # what waits to be sent has no bound
+        if is_there:
+            self._state = ConnectionState.CONNECTED
+            waiting, self._waiting = self._waiting, []
+            for message in waiting:
+                self._socket.send_multipart([*self._head, message], zmq.NOBLOCK)
+        elif self._state is ConnectionState.CONNECTED or time.monotonic() > self._given_up_at:
+            self._state = ConnectionState.LOST
+        return self._state
 
     def send(self, message: bytes) -> None:
         """Sends a message without waiting.
 
         Raises:
-            PeerDisconnectedError: if the connection is gone.
+            PeerDisconnectedError: if the connection is gone, or could not be made within ten seconds.
         """
         with self._lock:
             try:
-                self._socket.send_multipart([*self._head, message], zmq.NOBLOCK)
+                state = self._settled()
+                if state is ConnectionState.CONNECTING:
+                    self._waiting.append(message)
+                elif state is ConnectionState.CONNECTED:
+                    self._socket.send_multipart([*self._head, message], zmq.NOBLOCK)
             except zmq.ZMQError as error:
+                self._state = ConnectionState.LOST
                 raise PeerDisconnectedError(f"the connection to {self._peer} is gone ({error})") from error
+        if state is ConnectionState.LOST:
+            raise PeerDisconnectedError(f"the connection to {self._peer} is gone")
 
     def close(self) -> None:
         """Ends the connection. What was sent still has half a second to leave."""
         with self._lock:
+            self._state = ConnectionState.LOST
             self._socket.close()
 
 
@@ -121,10 +157,10 @@ class MessageChannel:
         self.address = ChannelAddress(advertised_host, port, self._token)
 
     def connect(self, peer: str, address: ChannelAddress) -> MessageSender:
-        """Connects to a peer.
+        """Begins to connect to a peer.
 
         Raises:
-            TransportError: if it does not answer.
+            TransportError: if the address is none.
         """
         return MessageSender(self._context, self._name, peer, address)
 

@@ -24,7 +24,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
-from threading import Lock
+from threading import Lock, Thread
 from types import ModuleType
 from typing import Any
 
@@ -47,7 +47,7 @@ from kvferry.transport.confined_ports import confine, sockets_on_every_interface
 from kvferry.transport.copies import Copies
 from kvferry.transport.devices import rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken
-from kvferry.transport.message_channel import ChannelAddress, MessageChannel, MessageSender
+from kvferry.transport.message_channel import ChannelAddress, ConnectionState, MessageChannel, MessageSender
 from kvferry.transport.ranges import Connection, RangeTransport
 
 WHEELS = (
@@ -186,6 +186,8 @@ class MooncakeConnection(Connection):
         server: the peer, as Mooncake knows it.
         messages: carries notifications.
         borders: where pieces of the peer's memory begin, which a range must not cross.
+        is_reached: whether Mooncake knows the peer's memory. Until then nothing is posted.
+        problem: why it never will; "" as long as it may.
         lock: guards the number that follows; workers write side by side.
         on_their_way: ranges of all writes.
     """
@@ -193,8 +195,15 @@ class MooncakeConnection(Connection):
     server: str
     messages: MessageSender
     borders: NDArray[np.uint64]
+    is_reached: bool = False
+    problem: str = ""
     lock: Lock = field(default_factory=Lock)
     on_their_way: int = 0
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether nothing goes to the peer any more."""
+        return bool(self.problem) or self.messages.state is ConnectionState.LOST
 
     def take(self, wanted: int) -> int:
         """Takes up to so many places for ranges on their way, and returns how many."""
@@ -319,6 +328,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         self._channel = MessageChannel(endpoint_name, host, advertised)
         self._pieces = Pieces()
         self._last_ranges: list[int] = []  # to peers that have died
+        self._connecting: list[MessageSender] = []
         self._servers: dict[str, str] = {}  # who was reached under a name of Mooncake's, which keeps what it knew of it
         self._engine: Any = library.TransferEngine()
         before = sockets_on_every_interface()
@@ -366,19 +376,34 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
                 f"{peer.name} has the port that {earlier} had ({private.server}), and Mooncake would write to where "
                 "that was: start either side anew"
             )
-        # The first reaches the peer, too, but wants memory to be there.
-        reached = self._engine.get_first_buffer_address(private.server) if peer.regions else True
-        if not reached or self._engine.send_probe(private.server):
-            raise TransportError(f"{peer.name} does not answer Mooncake at {private.server}")
-        return MooncakeConnection(
+        connection = MooncakeConnection(
             peer,
             server=private.server,
             messages=self._channel.connect(peer.name, private.messages),
             borders=pieces_of(peer.regions).starts,
         )
+        with self._lock:
+            self._connecting.append(connection.messages)
+        if peer.regions:
+            Thread(target=self._reach, args=(connection,), name=f"{self.endpoint_name}-reach", daemon=True).start()
+        return connection
+
+    def _reach(self, connection: MooncakeConnection) -> None:
+        """Has Mooncake ask the peer what its memory is; on a thread of its own, since one that is frozen lets it wait.
+
+        Mooncake waits a minute, and in the second call lets no other thread of Python's run meanwhile. So that comes
+        when the peer has just answered the first.
+        """
+        engine = self._engine
+        if engine is None:
+            return
+        if not engine.send_probe(connection.server) and engine.get_first_buffer_address(connection.server):
+            connection.is_reached = True
+        else:
+            connection.problem = f"{connection.peer.name} does not answer Mooncake at {connection.server}"
 
     def hang_up(self, connection: MooncakeConnection) -> None:
-        if self._is_tcp and not connection.messages.is_connected and len(self._memory):
+        if self._is_tcp and connection.is_reached and connection.is_lost and len(self._memory):
             # Mooncake keeps its sockets to a peer that has died until it next uses them. It uses each for a range that
             # nobody would take.
             source = self._memory.regions[0].address
@@ -389,8 +414,8 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         connection.messages.close()
 
     def start(self, connection: MooncakeConnection, copies: Copies, notification: bytes) -> MooncakeHandle:
-        if not connection.messages.is_connected:
-            raise PeerDisconnectedError(f"the connection to {connection.peer.name} is gone")
+        if connection.is_lost:
+            raise _gone(connection)
         copies = copies.cut_at(self._pieces.starts, connection.borders)
         transfer = MooncakeHandle(connection, copies, notification, time.perf_counter())
         self._post_more(transfer)
@@ -402,6 +427,9 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
     def _post_more(self, transfer: MooncakeHandle) -> None:
         """Posts as many of the ranges that are left as may be on their way."""
         connection, copies = transfer.connection, transfer.copies
+        if not connection.is_reached:
+            transfer.problem = _gone(connection) if connection.is_lost else None
+            return
         wanted = min(RANGES_OF_A_WRITE - len(transfer.on_their_way), len(copies) - transfer.posted)
         taken = connection.take(wanted) if wanted else 0
         for done, (source, destination, length) in enumerate(copies.part(transfer.posted, taken)):
@@ -446,29 +474,40 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
     def _failure(self, transfer: MooncakeHandle, what: str) -> TransportError:
         peer = transfer.connection.peer.name
         said = f"Mooncake {what}, and says why where this process writes its errors"
-        if transfer.connection.messages.is_connected:
-            return TransportError(f"writing to {peer}: {said}")
-        return PeerDisconnectedError(f"writing to {peer}: the connection to {peer} is gone ({said})")
+        if transfer.connection.is_lost:
+            return PeerDisconnectedError(f"writing to {peer}: the connection to {peer} is gone ({said})")
+        return TransportError(f"writing to {peer}: {said}")
 
     def _is_on_its_way(self, number: int) -> bool:
         """Returns whether a range is; frees it if not."""
         return self._engine.transfer_check_status(number) in (_ON_ITS_WAY, _TIMED_OUT)
 
     def notify(self, peer: str, notification: bytes) -> None:
-        self.connection(peer).messages.send(notification)
+        connection = self.connection(peer)
+        if connection.problem:
+            raise _gone(connection)
+        connection.messages.send(notification)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
-        if self._last_ranges:
-            with self._lock:
-                self._last_ranges = [each for each in self._last_ranges if self._is_on_its_way(each)]
+        with self._lock:
+            self._last_ranges = [each for each in self._last_ranges if self._is_on_its_way(each)]
+            # What waits for a connection leaves when its state is asked.
+            self._connecting = [each for each in self._connecting if each.state is ConnectionState.CONNECTING]
         return self._channel.take()
 
     def close(self) -> None:
         super().close()
         if self._engine is not None:
             self._last_ranges = []
-            self._engine = None  # ends its threads, and closes its ports
+            if self._pieces.starts.size:
+                self._engine.batch_unregister_memory(self._pieces.starts.tolist())
+            self._engine = None  # ends its threads and closes its ports, unless a peer is still being reached
             self._channel.close()
+
+
+def _gone(connection: MooncakeConnection) -> PeerDisconnectedError:
+    why = f" ({connection.problem})" if connection.problem else ""
+    return PeerDisconnectedError(f"the connection to {connection.peer.name} is gone{why}")
 
 
 def _check_variables(host: str, advertised: str) -> None:
