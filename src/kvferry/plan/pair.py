@@ -11,6 +11,7 @@ import numpy as np
 
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankLayout, Shard
+from kvferry.plan.cutting import described_alike
 from kvferry.plan.descriptors import DescriptorRows, check_descriptors, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
@@ -58,11 +59,15 @@ class PairPlan:
         """Works out the routes of all pieces.
 
         Args:
-            pieces: those that the source rank is a holder of.
+            source: the source rank's layout, as it describes itself.
+            destination: the receiver's layout, likewise.
+            pieces: those that the source rank is a holder of, of layouts that are described alike.
 
         Raises:
             IncompatiblePeerError: if one of the sides does not hold a piece.
         """
+        held, destination = described_alike({0: source}, destination)
+        source = held[0]
         self.pieces = tuple(pieces)
         self._shards: list[tuple[Shard, Shard]] = []
         self._routes: list[Route] = []  # of every piece
