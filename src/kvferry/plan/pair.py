@@ -74,6 +74,11 @@ class PairPlan:
         routes: dict[tuple[str, str], Route] = {}
         for piece in self.pieces:
             here, there = _shard(source, piece, "source"), _shard(destination, piece, "receiver")
+            if here.component.token_parts and piece.box[-1] != here.component.whole[-1]:
+                raise IncompatiblePeerError(
+                    f"the plan cuts pages of {piece.component!r} between tokens, which both sides can move whole: "
+                    "they do not come to the same plan"
+                )
             key = here.group, there.group
             if key not in routes:
                 routes[key] = route_between(source, here.group, destination, there.group)

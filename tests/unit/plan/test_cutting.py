@@ -137,6 +137,14 @@ def test_every_byte_of_a_page_is_one_tokens(page: int, number: int, seed: int):
     assert cut.regions() == whole.regions()
 
 
+def test_a_peer_that_cuts_what_is_moved_whole_is_refused():
+    """The bytes of a part are not those of a page's beginning."""
+    source, destination = layout(), layout()
+    cut = cut_between_tokens(source, {"index"}), cut_between_tokens(destination, {"index"})
+    with pytest.raises(IncompatiblePeerError, match="cuts pages of 'index' between tokens, which"):
+        PairPlan(source, destination, pieces_for_receiver({0: cut[0]}, cut[1]))
+
+
 def test_a_rank_that_holds_nothing_describes_it_so_too():
     empty = RankLayout(shards=(empty_shard(INDEX, page_tokens=1, num_pages=1, group="elsewhere"),))
     (shard,) = cut_between_tokens(empty, {"index"}).shards
