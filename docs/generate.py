@@ -17,7 +17,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic_core import PydanticUndefined
 from tests.simulation import enumerated, pins
-from tests.support.family_cells import Cell, Shape, Status, cells
+from tests.support.family_cells import Cell, Shape, cells
 
 from kvferry.engines.sglang import cache_kinds as sglang
 from kvferry.engines.vllm import cache_kinds as vllm
@@ -167,8 +167,7 @@ def _cell(cell: Cell, notes: dict[tuple[str, str], int]) -> str:
     """What stands in a cell: its status, and the number of the note that says what shows it."""
     test, _, _ = cell.test.partition("[")
     number = notes.setdefault((test, cell.why), len(notes) + 1)
-    name = f"**{cell.status.value}**" if cell.status is Status.NOT_YET else cell.status.value
-    return f"{name} ({number})"
+    return f"{cell.status.value} ({number})"
 
 
 def _between(text: str, mark: str, content: str) -> str:

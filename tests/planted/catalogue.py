@@ -98,6 +98,27 @@ CATALOGUE = (
         "tests/unit/endpoint/test_layouts.py",
     ),
     PlantedFault(
+        "the second part of a page begins where its first token's would",
+        "layout/token_parts.py",
+        "before = start * shard.paging.page_tokens * element_bytes",
+        "before = start * element_bytes",
+        "tests/unit/plan/test_cutting.py",
+    ),
+    PlantedFault(
+        "pages are cut as one side alone says",
+        "plan/cutting.py",
+        "source.component.token_parts == destination.component.token_parts != ()",
+        "source.component.token_parts != ()",
+        "tests/unit/plan/test_cutting.py",
+    ),
+    PlantedFault(
+        "pages that could be moved whole are cut",
+        "plan/cutting.py",
+        "if route.unit_tokens != pages[0] or",
+        "if route.unit_tokens == pages[0] or",
+        "tests/unit/plan/test_cutting.py",
+    ),
+    PlantedFault(
         "the cached prefix is overwritten up to its unit's start",
         "plan/routes.py",
         "return max(low // unit * unit, min(held, low)), -(-high // unit) * unit",

@@ -26,7 +26,7 @@ def cross(
     """Sends a request of so many tokens and waits until it has arrived on every rank.
 
     Args:
-        prefill: of the engine that sends, a layout for each tensor-parallel rank.
+        prefill: of the engine that sends, a layout for each rank: those that share tokens follow each other.
         decode: of the one that receives.
         sent: the pages of the request on each prefill rank.
         received: those on each decode rank, without those of the prefix.
@@ -38,7 +38,7 @@ def cross(
             kind(
                 layout,
                 engine=engine,
-                coordinates=RankCoordinates(tp_rank=rank, tp_size=len(layouts)),
+                coordinates=_place(layout, rank, len(layouts)),
                 settings=network.settings(),
                 transport=network.transport(),
             )
@@ -65,3 +65,8 @@ def cross(
     finally:
         for each in reversed(endpoints):
             each.close()
+
+
+def _place(layout: RankLayout, rank: int, ranks: int) -> RankCoordinates:
+    parts = layout.tokens.partition.num_parts
+    return RankCoordinates(tp_rank=rank // parts, tp_size=ranks // parts, cp_rank=layout.tokens.part, cp_size=parts)

@@ -31,7 +31,6 @@ class Status(Enum):
     TOKENS = "tokens"
     BYTES = "bytes"
     ENGINE = "refused"
-    NOT_YET = "not yet"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class Cell:
     Attributes:
         status: what is known.
         test: the test that shows it, as pytest names it; with its case, where that is of the family alone.
-        why: why the engine itself cannot, or what kvferry lacks; empty where it is exchanged.
+        why: why the engine itself cannot; empty where it is exchanged.
     """
 
     status: Status
@@ -49,7 +48,7 @@ class Cell:
     why: str = ""
 
     def __post_init__(self) -> None:
-        assert bool(self.why) == (self.status in (Status.ENGINE, Status.NOT_YET)), self
+        assert bool(self.why) == (self.status is Status.ENGINE), self
 
 
 VLLM_FOLDER: Final = "tests/real_engines/vllm"
@@ -97,11 +96,7 @@ _VLLM_SPARSE: Final[Mapping[Shape, Cell]] = {
         "the scales of the index lie behind the keys of a page, which has the size that vLLM's kernel wants",
     ),
     Shape.STAGES: Cell(Status.BYTES, f"{_STAGES}::test_what_each_stage_has_arrives_where_it_is_needed"),
-    Shape.CONTEXT: Cell(
-        Status.NOT_YET,
-        f"{_SHARES}::test_vllm_numbers_ranks_as_places_count_on_it",
-        "nobody has tried an index beside tokens that ranks share",
-    ),
+    Shape.CONTEXT: Cell(Status.BYTES, f"{VLLM_FOLDER}/test_divided_index.py::test_an_index_arrives_with_its_latents"),
 }
 _VLLM_WITHOUT_STAGES: Final = ("mamba-2",)
 

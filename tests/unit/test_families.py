@@ -39,6 +39,6 @@ def test_a_cell_whose_test_is_not_run_is_found():
 
 def test_what_is_refused_says_why_and_nothing_else_does():
     with pytest.raises(AssertionError):
-        Cell(Status.NOT_YET, "a::b")
+        Cell(Status.ENGINE, "a::b")
     with pytest.raises(AssertionError):
         Cell(Status.BYTES, "a::b", "why")

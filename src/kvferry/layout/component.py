@@ -13,7 +13,7 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvferry.errors import LayoutError
-from kvferry.layout.interval import LARGEST_INDEX, Box, Interval
+from kvferry.layout.interval import LARGEST_INDEX, Box, Interval, WireIndex
 
 BYTES_PER_ELEMENT = {
     "float64": 8,
@@ -101,6 +101,10 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         entry: how often it has an entry: attention once per token, recurrent state once per request.
         window_tokens: how many tokens at the end of a request are kept, and sent; None keeps all.
         packing: with one entry per page: the name of the page's inner format. Two sides must name the same.
+        token_parts: with one entry per page: the parts that a page keeps one behind the other along its last axis, by
+            how many elements each token has in each: (128, 4) are all tokens' keys, then all tokens' scales. Pages are
+            moved whole where they can be, and cut by it where ranks of the two sides hold other tokens. Empty where
+            only the engine knows.
         is_optional: whether the other side may lack it, as with layers of a draft model. It is not sent then.
 
     Raises:
@@ -113,6 +117,7 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
     entry: Entry = Entry.TOKEN
     window_tokens: Annotated[int, msgspec.Meta(le=LARGEST_INDEX)] | None = None
     packing: Name | None = None
+    token_parts: Annotated[tuple[WireIndex, ...], msgspec.Meta(max_length=MOST_AXES)] = ()
     is_optional: bool = False
 
     def __post_init__(self) -> None:
@@ -134,6 +139,11 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
             raise LayoutError(
                 f"component {self.name!r} with one entry per {self.entry.value} has packing {self.packing!r}: packed "
                 "pages, and only they, name their inner format"
+            )
+        if self.token_parts and (self.packing is None or min(self.token_parts) < 1):
+            raise LayoutError(
+                f"component {self.name!r} with one entry per {self.entry.value} has token_parts {self.token_parts}: "
+                "packed pages alone have parts, of at least 1 element for each token"
             )
         if self.window_tokens is not None and (self.window_tokens < 1 or self.entry is Entry.REQUEST):
             raise LayoutError(

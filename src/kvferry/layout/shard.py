@@ -140,7 +140,19 @@ class Shard(msgspec.Struct, frozen=True, kw_only=True):
                 f"shard of {name!r} has pages of {self.paging.page_tokens} tokens, but one entry per request: its "
                 "pages are slots of 1"
             )
+        self._refuse_unequal_parts()
         self._refuse_shared_bytes()
+
+    def _refuse_unequal_parts(self) -> None:
+        parts, last = self.component.token_parts, self.component.axes[-1]
+        if not parts or volume(self.box) == 0:
+            return
+        is_dense = len(self.component.axes) > 1 and self.strides[-1] == self.component.element_bytes
+        if not is_dense or len(self.box[-1]) != last.size or self.paging.page_tokens * sum(parts) != last.size:
+            raise LayoutError(
+                f"shard of {self.component.name!r} holds {last.name} {self.box[-1]} of {last.size}, in pages of "
+                f"{self.paging.page_tokens} tokens: with token_parts {parts} a page has {sum(parts)} for each token"
+            )
 
     def _refuse_shared_bytes(self) -> None:
         # Strides that nest (each at least as long as everything inside it) are what makes the address map injective,

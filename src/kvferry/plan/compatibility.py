@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, UsageError
-from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, Shard, TokenShare
-from kvferry.layout.interval import overlap
-from kvferry.plan.routes import route_between
+from kvferry.layout import Component, Entry, RankCoordinates, RankLayout, TokenShare
+from kvferry.plan.cutting import can_be_cut, pages_to_cut
 
 _SHARE = "tensor-parallel share"
 """How plug-ins call the axis of what ranks hold apart from each other, where no more is known of it."""
@@ -76,26 +75,19 @@ def _uncuttable_pages(
     source: RankLayout, destination: RankLayout, source_name: str, destination_name: str
 ) -> Iterator[str]:
     """Yields a sentence for every component whose packed pages would have to be cut between tokens."""
-    for here, there in _meeting_shards(source, destination):
-        if here.component.entry is not Entry.PAGE:
+    for here, there, route in pages_to_cut(source, destination):
+        if can_be_cut(here, there):
             continue
-        route = route_between(source, here.group, destination, there.group)
         pages = here.paging.page_tokens, there.paging.page_tokens
         theirs, ours = route.source_share.partition, route.destination_share.partition
-        is_cut_anywhere = None in (theirs.cut_tokens, ours.cut_tokens)
-        if route.unit_tokens != pages[0] or pages[0] != pages[1] or (is_cut_anywhere and theirs != ours):
-            yield (
-                f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
-                f"{source_name} has pages of {pages[0]} tokens ({theirs}) and {destination_name} "
-                f"pages of {pages[1]} ({ours}); give both sides the same"
-            )
-
-
-def _meeting_shards(source: RankLayout, destination: RankLayout) -> Iterator[tuple[Shard, Shard]]:
-    for there in destination.shards:
-        for here in source.shards_of(there.component.name):
-            if overlap(here.box, there.box) is not None:
-                yield here, there
+        remedy = "give both sides the same"
+        if pages[0] == pages[1]:
+            remedy += ", or let ranks that share tokens take whole pages in turns"
+        yield (
+            f"layout of {here.component.name!r}: {_form(here.component)} cannot be cut between tokens, but "
+            f"{source_name} has pages of {pages[0]} tokens ({theirs}) and {destination_name} "
+            f"pages of {pages[1]} ({ours}); {remedy}"
+        )
 
 
 def _form(component: Component) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankLayout, Shard
+from kvferry.plan.cutting import described_alike
 from kvferry.plan.descriptors import DescriptorRows, check_descriptors, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece
@@ -58,17 +59,26 @@ class PairPlan:
         """Works out the routes of all pieces.
 
         Args:
-            pieces: those that the source rank is a holder of.
+            source: the source rank's layout, as it describes itself.
+            destination: the receiver's layout, likewise.
+            pieces: those that the source rank is a holder of, of layouts that are described alike.
 
         Raises:
             IncompatiblePeerError: if one of the sides does not hold a piece.
         """
+        held, destination = described_alike({0: source}, destination)
+        source = held[0]
         self.pieces = tuple(pieces)
         self._shards: list[tuple[Shard, Shard]] = []
         self._routes: list[Route] = []  # of every piece
         routes: dict[tuple[str, str], Route] = {}
         for piece in self.pieces:
             here, there = _shard(source, piece, "source"), _shard(destination, piece, "receiver")
+            if here.component.token_parts and piece.box[-1] != here.component.whole[-1]:
+                raise IncompatiblePeerError(
+                    f"the plan cuts pages of {piece.component!r} between tokens, which both sides can move whole: "
+                    "they do not come to the same plan"
+                )
             key = here.group, there.group
             if key not in routes:
                 routes[key] = route_between(source, here.group, destination, there.group)

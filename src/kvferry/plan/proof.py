@@ -23,6 +23,7 @@ from kvferry.errors import KVFerryError
 from kvferry.layout import Component, Entry, RankLayout, Shard, TokenPartition, TokenShare
 from kvferry.layout.interval import covers, volume
 from kvferry.layout.tokens import BlockLength
+from kvferry.plan.cutting import described_alike
 from kvferry.plan.lowering import PageSteps, Runs, lower
 from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
 from kvferry.plan.routes import Demand, Route, route_between, segments_between, units_of
@@ -65,10 +66,11 @@ def prove(sources: Mapping[int, RankLayout], receivers: Mapping[int, RankLayout]
         IncompatiblePeerError: if the sources do not hold what a receiver needs.
     """
     group = SourceGroup(sources)
-    proofs = [
-        prove_receiver(sources, layout, group.pieces_for(layout), room=room, receiver=rank)
-        for rank, layout in receivers.items()
-    ]
+    proofs = []
+    for rank, layout in receivers.items():
+        held, wanted = described_alike(sources, layout)
+        pieces = (group if held is sources else SourceGroup(held)).pieces_for(wanted)
+        proofs.append(prove_receiver(held, wanted, pieces, room=room, receiver=rank))
     return Proof(
         receivers=len(proofs),
         pieces=sum(proof.pieces for proof in proofs),

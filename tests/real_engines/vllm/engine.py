@@ -50,6 +50,7 @@ class Shape:
         adapters: LoRA adapters that requests may name, by name.
         settings: of kvferry's.
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
+        before: those that stand before it there.
         lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
         log: where all that its process prints goes, vLLM's own log among it; None for where ours goes.
     """
@@ -72,6 +73,7 @@ class Shape:
     settings: Mapping[str, Any] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[Mapping[str, Any], ...] | None = None
+    before: tuple[Mapping[str, Any], ...] = ()
     lacks: str = ""
     log: Path | None = None
 
@@ -86,7 +88,7 @@ class Shape:
         }
         if self.beside is None:
             return ours
-        each = [{**connector, "kv_role": self.role} for connector in (ours, *self.beside)]
+        each = [{"kv_role": self.role, **connector} for connector in (*self.before, ours, *self.beside)]
         return {"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": each}}
 
 

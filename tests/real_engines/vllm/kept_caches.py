@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from tests.support.vllm_ranks import ALONE
+from tests.support.vllm_ranks import Deployment
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -41,12 +41,12 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvferry import RankCoordinates
 from kvferry.engines.vllm.caches import ModelShape
 from kvferry.engines.vllm.connector import cache_forms, groups_of, heads_of, kept_states
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.shares import GroupRank, Place, check_turns, place_of
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.testing.network import LocalNetwork
 
@@ -248,43 +248,70 @@ class Rank:
         caches: by layer.
         heads: by layer, which of its KV heads are here; None where every rank has the same.
         worker: the plug-in's side.
+        place: where it stands.
     """
 
     caches: dict[str, torch.Tensor]
     heads: dict[str, Any]
     worker: WorkerSide
+    place: Place
 
 
 class Engine:
     """A scheduler's block tables and the caches of its workers."""
 
-    def __init__(self, network: LocalNetwork, model: Model, name: str, tp: int, *, sends: bool) -> None:
-        self.model, self.name, self.sends = model, name, sends
+    def __init__(self, network: LocalNetwork, model: Model, name: str, made: Deployment, *, sends: bool) -> None:
+        """Starts it.
+
+        Args:
+            made: how many ranks it has, and in which turns they take tokens; the model says how long blocks are.
+        """
+        self.model, self.name, self.made, self.sends = model, name, made, sends
         self.ranks: list[Rank] = []
-        for rank in range(tp):
-            self.config = _config(model)
-            with set_current_vllm_config(self.config):
-                self._add_rank(network, rank, tp)
+        try:
+            for prefill_rank in range(made.pcp):
+                for rank in range(made.tp):
+                    self.config = _config(model, made)
+                    with set_current_vllm_config(self.config):
+                        self._add_rank(network, rank, prefill_rank)
+        except BaseException:
+            self.close()
+            raise
         init_none_hash(sha256)
         kept = generate_scheduler_kv_cache_config([self.kept])
         block_size, hash_block = resolve_kv_cache_block_sizes(kept, self.config)
         self.hasher = get_request_block_hasher(hash_block, sha256)
         self.manager = KVCacheManager(
-            kept, 4096, scheduler_block_size=block_size, hash_block_size=hash_block, enable_caching=not sends
+            kept,
+            4096,
+            scheduler_block_size=block_size,
+            hash_block_size=hash_block,
+            enable_caching=not sends,
+            dcp_world_size=made.dcp,
         )
-        self.scheduler = SchedulerSide(groups_of(kept, ALONE), engine=name, may_send=sends, may_receive=not sends)
+        groups = groups_of(kept, self.config.parallel_config)
+        self.scheduler = SchedulerSide(groups, engine=name, may_send=sends, may_receive=not sends)
         self.scheduler.bind(self.tables, self.manager.block_pool)
 
-    def _add_rank(self, network: LocalNetwork, rank: int, tp: int) -> None:
-        config, coordinates = self.config, RankCoordinates(tp_rank=rank, tp_size=tp)
-        modules = self.model.modules(config, tp, rank)
+    def _add_rank(self, network: LocalNetwork, rank: int, prefill_rank: int) -> None:
+        config, made = self.config, self.made
+        place = place_of(
+            GroupRank(rank, made.tp),
+            GroupRank(0, 1),
+            GroupRank(prefill_rank, made.pcp),
+            GroupRank((rank * made.pcp + prefill_rank) % made.dcp, made.dcp),
+            made.turn,
+        )
+        coordinates = place.in_model
+        modules = self.model.modules(config, made.tp, rank)
         context = config.compilation_config.static_forward_context
         context.update(modules)
         specs = {name: module.get_kv_cache_spec(config) for name, module in modules.items()}
         self.kept = kept = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), POOL_BYTES)
         layout = KVCacheLayout[self.model.layout]
         caches = allocate_kv_cache(kept, torch.device("cpu"), layout)
-        self.groups = groups_of(kept, ALONE)
+        self.groups = groups_of(kept, config.parallel_config)
+        check_turns(self.groups, place.tokens)
         heads = heads_of(config, kept, coordinates)
         described = describe(
             caches,
@@ -295,19 +322,20 @@ class Engine:
             states=kept_states(config, kept, coordinates, caches),
             forms=cache_forms(config, kept),
             num_blocks=kept.num_blocks,
+            tokens=place.tokens,
         )
         self.described = described
         worker = WorkerSide(
             described,
             cast(Any, None),
-            coordinates,
+            place.in_engine,
             network.settings(),
             engine=self.name,
             sends=self.sends,
             receives=not self.sends,
             fingerprint={},
         )
-        self.ranks.append(Rank(caches, heads, worker))
+        self.ranks.append(Rank(caches, heads, worker, place))
 
     def tables(self, request: str) -> Any:
         return self.kept.select_transfer_block_ids(self.manager.get_blocks(request).blocks)
@@ -318,9 +346,9 @@ class Engine:
         self.scheduler.came_in(request)
         return request
 
-    def fill(self, request: str) -> None:
-        """Writes what kernels would into all blocks of a request."""
-        for layer, position, block in self.blocks(request):
+    def fill(self, request: Request, tokens: int) -> None:
+        """Writes what kernels would into all blocks of a request, of which so many tokens are computed."""
+        for layer, position, block in self.blocks(request.request_id):
             for rank in self.ranks:
                 self.page(rank, layer, block).copy_(torch.from_numpy(self.content(rank, layer, position)))
 
@@ -350,8 +378,11 @@ class Engine:
             rank.worker.close()
 
 
-def _config(model: Model) -> VllmConfig:
+def _config(model: Model, made: Deployment) -> VllmConfig:
     config = VllmConfig()
+    config.parallel_config.prefill_context_parallel_size = made.pcp
+    config.parallel_config.decode_context_parallel_size = made.dcp
+    config.parallel_config.cp_kv_cache_interleave_size = made.turn
     config.model_config = SimpleNamespace(max_model_len=4096, dtype=torch.bfloat16, use_mla=True)
     config.cache_config.block_size = model.block_tokens
     config.cache_config.cache_dtype = model.cache_dtype
@@ -421,7 +452,7 @@ class Pair:
             if is_first:
                 self.prefill.scheduler.allocated(sent, self.prefill.tables(sent.request_id), 0)
             is_first = False
-            self.prefill.fill(sent.request_id)
+            self.prefill.fill(sent, sent.num_computed_tokens + count)
             step = self.prefill.scheduler.take_step({sent.request_id: count}, ())
             for rank in self.prefill.ranks:
                 rank.worker.after(step, None)
@@ -439,11 +470,13 @@ def wait(worker: WorkerSide, kind: str, name: str, *, ended: set[str] | None = N
 
 
 @contextmanager
-def engines(network: LocalNetwork, model: Model, prefill_tp: int, decode_tp: int) -> Iterator[Pair]:
-    """Starts a pair."""
-    prefill = Engine(network, model, "prefill", prefill_tp, sends=True)
+def engines(
+    network: LocalNetwork, model: Model, here: Deployment, there: Deployment, kind: type[Engine] = Engine
+) -> Iterator[Pair]:
+    """Starts a prefill and a decode engine."""
+    prefill = kind(network, model, "prefill", here, sends=True)
     try:
-        decode = Engine(network, model, "decode", decode_tp, sends=False)
+        decode = kind(network, model, "decode", there, sends=False)
         try:
             yield Pair(prefill, decode)
         finally:

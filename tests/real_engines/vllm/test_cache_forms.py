@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.real_engines.vllm.kept_caches import MODELS, Engine, Model, Transfer, engines
+from tests.support.vllm_ranks import Deployment
 
 from kvferry import DecodeEndpoint, PrefillEndpoint
 from kvferry.engines.vllm import worker as worker_module
@@ -60,7 +61,7 @@ def check(engine: Engine, transfer: Transfer) -> None:
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
 def test_what_a_model_keeps_arrives(network: LocalNetwork, model: Model, prefill_tp: int, decode_tp: int):
     """Whatever the number of ranks, in prompts that end anywhere, of which the decode side has a part already."""
-    with engines(network, model, prefill_tp, decode_tp) as pair:
+    with engines(network, model, Deployment(tp=prefill_tp), Deployment(tp=decode_tp)) as pair:
         packed = {each.name for each in pair.decode.described.layout.components if each.entry is Entry.PAGE}
         assert bool(packed) is (model.cache_dtype != "auto"), "quantised pages cannot be cut by token"
         # Of the last prompt but one, the decode side has what its window begins with.

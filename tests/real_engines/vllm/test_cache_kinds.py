@@ -32,7 +32,9 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
+from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.request import Request
+from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
@@ -202,3 +204,10 @@ def test_heads_are_asked_for_outside_of_tokens(is_latent: bool, layout: KVCacheL
     vllm_config = SimpleNamespace(model_config=SimpleNamespace(use_mla=is_latent))
     asked = KVFerryConnector.get_required_kvcache_layout(vllm_config)
     assert asked == (layout and layout.name)
+
+
+def test_vllms_offloading_connectors_want_a_gpu_in_these_words():
+    """What it comes to allow on a CPU is then to be run beside ours, as `host_memory` lets one of them be."""
+    words = '"CPU Offloading is currently only supported on CUDA-alike "'
+    assert words in inspect.getsource(CPUOffloadingSpec.get_worker)
+    assert "torch.cuda.Stream.priority_range()" in inspect.getsource(SimpleCPUOffloadWorker.register_kv_caches)

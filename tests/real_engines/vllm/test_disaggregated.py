@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from examples.tiny_model import write
@@ -312,6 +313,70 @@ def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines,
     check(engines, pair, prompts(42, 6), "beside")
     assert pair.free_blocks() == free
     assert any(tmp_path.rglob("*.safetensors")), "the other connector did nothing: the test shows nothing"
+
+
+def offloading(journal: Path) -> dict[str, Any]:
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {
+            "spec_name": "HostSpec",
+            "spec_module_path": "tests.real_engines.vllm.host_memory",
+            "cpu_bytes_to_use": 256 << 20,
+            "journal": str(journal),
+        },
+    }
+
+
+def counted(journal: Path, what: str) -> int:
+    """Returns how many blocks were stored in host memory, or loaded."""
+    lines = [line.split() for line in journal.read_text().splitlines()] if journal.exists() else []
+    return sum(int(count) for name, count in lines if name == what)
+
+
+CROWDED: dict[str, Any] = {"prefix_cache": True, "pool_mib": 9, "step_tokens": 64}
+"""So that what a request leaves in the prefix cache is soon gone."""
+
+
+def and_a_turn_more(each: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [
+        [*prompt, *more] for prompt, more in zip(each, prompts(53, len(each), shortest=40, longest=60), strict=True)
+    ]
+
+
+def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: Engines, tmp_path: Path):
+    """A prefill server sends what it has back from host memory, and a decode server keeps there what it was sent."""
+    kept, received = tmp_path / "prefill", tmp_path / "decode"
+    prefill = engines.begin("prefill-offloads", role="kv_producer", beside=(offloading(kept),), **CROWDED)
+    decode = engines.begin("decode-offloads", role="kv_consumer", beside=(offloading(received),), prefix_cache=True)
+    pair = Pair(prefill, decode)
+    free = pair.free_blocks()
+    first, others = prompts(51, 2, shortest=300, longest=400), prompts(52, 8, shortest=400)
+    check(engines, pair, first, "first")
+    check(engines, pair, others, "others")
+    before = counted(kept, "loaded")
+    check(engines, pair, and_a_turn_more(first), "again")
+    assert counted(kept, "loaded") > before, "the prefill server had all of it: the test shows nothing"
+    assert counted(received, "stored") > 0
+    assert pair.free_blocks() == free
+
+
+def test_a_request_that_another_connector_loads_is_not_fetched(engines: Engines, tmp_path: Path):
+    """One that stands before ours on a decode server: the prefill server is told, and gives the blocks back."""
+    host = tmp_path / "decode"
+    decode = engines.begin(
+        "decode-loads", role="kv_consumer", before=(offloading(host),), beside=(), **CROWDED, policy="recompute"
+    )
+    pair = Pair(engines.prefill("prefill"), decode)
+    free = pair.free_blocks()
+    first, others = prompts(54, 2, shortest=300, longest=400), prompts(55, 8, shortest=400)
+    check(engines, pair, first, "here-first")
+    check(engines, pair, others, "here-others")
+    longer, received = and_a_turn_more(first), pair.received
+    are_as_alone(engines, longer, pair.run(longer, "here-again"))
+    assert counted(host, "loaded") > 0, "the decode server had all of it: the test shows nothing"
+    assert pair.received == received
+    eventually("every block is back on both sides", lambda: pair.free_blocks() == free)
 
 
 @pytest.mark.parametrize("settings", [{}, LAYERS], ids=["whole steps", "layers"])

@@ -14,17 +14,15 @@ from typing import Any
 
 import pytest
 import torch
-import triton.language
-import vllm.v1.worker.block_table as first_runner
 import vllm.v1.worker.gpu.block_table as second_runner
-import vllm.v1.worker.gpu.buffer_utils as second_buffers
+from tests.real_engines.vllm.kernels import first_runners, interpreted
 from tests.support.vllm_ranks import BLOCKS, Deployment, Engine, Kind, Request, dealt, plugged_in, transfer
-from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import InterpretedFunction
 from vllm.config import VllmConfig, model, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID, get_dcp_local_seq_lens
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.core import single_type_kv_cache_manager
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_dcp_kv_block_size
@@ -44,42 +42,10 @@ DRAFTING = (*LATENTS, Kind((0,), heads=4, is_draft=True, is_shared=False))
 
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
-    for module in (first_runner, second_runner, second_buffers):
-        monkeypatch.setattr(module, "tl", triton.language)
-    load = InterpreterBuilder.create_masked_load
-
-    def load_by_truth(self: Any, pointers: Any, mask: Any, *more: Any) -> Any:
-        """The interpreter makes bytes of truth values that it broadcasts, and takes no mask of bytes."""
-        return load(self, pointers, TensorHandle(mask.data.astype(bool), mask.dtype), *more)
-
-    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", load_by_truth)
+    interpreted(monkeypatch)
     init_none_hash(sha256)
     with plugged_in(monkeypatch) as found:
         yield found
-
-
-def first_runners(blocks: Sequence[int], tokens: int, block_tokens: int, ranks: int, rank: int, turn: int) -> list[int]:
-    """The slot of every token by the kernel of vLLM's first model runner."""
-    found = torch.full((tokens,), -7)
-    InterpretedFunction(first_runner.ComputeSlotMappingKernel.kernel)[(2,)](
-        tokens,
-        tokens,
-        torch.tensor([0, tokens], dtype=torch.int32),
-        torch.arange(tokens),
-        torch.tensor([blocks], dtype=torch.int32),
-        len(blocks),
-        found,
-        KV_CACHE_BLOCK_SIZE=block_tokens,
-        TOTAL_CP_WORLD_SIZE=ranks,
-        TOTAL_CP_RANK=rank,
-        CP_KV_CACHE_INTERLEAVE_SIZE=turn,
-        PAD_ID=PAD_SLOT_ID,
-        BLOCK_SIZE=16,
-    )
-    slots: list[int] = found.tolist()
-    held = get_dcp_local_seq_lens(torch.tensor([tokens]), ranks, rank, turn)
-    assert [sum(slot != PAD_SLOT_ID for slot in slots)] == held.tolist()
-    return slots
 
 
 class ManagedEngine(Engine):

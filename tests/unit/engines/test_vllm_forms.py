@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.support.crossing import cross
 
-from kvferry import GroupPages
+from kvferry import GroupPages, TokenShare, interleaved
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.states import WHOLE_REQUEST, ring_of
 from kvferry.errors import IncompatiblePeerError, LayoutError
-from kvferry.layout import Entry, Interval, RankCoordinates
+from kvferry.layout import Entry, Interval, RankCoordinates, TokenPartition
 from kvferry.layout.shard import RankLayout
 from kvferry.plan import check_exchangeable
 from kvferry.plan.proof import prove
@@ -90,6 +90,20 @@ def test_an_order_depends_on_the_pages_of_a_kernel_and_on_whether_they_are_shuff
     layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, 64, 132, dtype=torch.uint8), uses_shuffled_layout=True)
     (form,) = forms_of(INDEX, spec(**LATENTS), layer, "THEIRS")
     assert form.packing == "vLLM's THEIRS, in pages of 64 entries, shuffled"
+
+
+def index_of(*, width: int = 132, entries: int = 1, shuffled: bool = False, is_nvidia: bool = True) -> CacheForm:
+    layer = SimpleNamespace(kv_cache=torch.zeros(BLOCKS, 64, width), uses_shuffled_layout=shuffled)
+    made = spec(**LATENTS, head_size=width, tokens_per_state=entries)
+    (form,) = forms_of(INDEX, made, layer, "DEEPSEEK_V32_INDEXER", is_nvidia=is_nvidia)
+    assert form.packing is not None, "as a whole it is compared by name in any case"
+    return form
+
+
+def test_how_pages_are_cut_is_said_of_an_index_that_is_known_alone():
+    assert index_of().token_parts == (128, 4)
+    for other in (index_of(width=68), index_of(entries=4), index_of(shuffled=True), index_of(is_nvidia=False)):
+        assert other.token_parts == ()
 
 
 @pytest.mark.parametrize(
@@ -166,6 +180,79 @@ def test_an_index_goes_from_any_number_of_ranks_to_any_other(prefill_tp: int, de
     sources = {rank: sparse(tp=prefill_tp, rank=rank) for rank in range(prefill_tp)}
     destinations = {rank: sparse(tp=decode_tp, rank=rank) for rank in range(decode_tp)}
     assert prove(sources, destinations, room=3).receivers == decode_tp
+
+
+KEY, SCALE = 4, 2
+
+
+def shared_index(partition: TokenPartition) -> tuple[list[torch.Tensor], list[RankLayout]]:
+    """An index on ranks that share tokens: a page has the keys of its tokens, and then their scales."""
+    caches = [torch.zeros(8, 1, TOKENS, KEY + SCALE, dtype=torch.uint8) for _ in range(partition.num_parts)]
+    form = CacheForm("index", packing="vLLM's", token_parts=(KEY, SCALE))
+    layouts = [
+        describe(
+            {INDEX: cache},
+            (CacheGroup("group 0", (INDEX,), TOKENS, token_ranks=partition.num_parts),),
+            ModelShape(3),
+            RankCoordinates(tp_rank=part, tp_size=partition.num_parts),
+            heads={INDEX: HeldHeads(1, Interval(0, 1))},
+            forms={INDEX: (form,)},
+            num_blocks=8,
+            tokens=TokenShare(partition, part),
+        ).layout
+        for part, cache in enumerate(caches)
+    ]
+    return caches, layouts
+
+
+def entries(caches: list[torch.Tensor], partition: TokenPartition, blocks: list[int], tokens: int) -> torch.Tensor:
+    """The key and the scale of each token, (token, byte), counted out one token after the other."""
+    found, kept = [], [0] * len(caches)
+    for token in range(tokens):
+        owner = partition.pattern[token // (partition.block_tokens or 1) % len(partition.pattern)]
+        page, within = divmod(kept[owner], TOKENS)
+        kept[owner] += 1
+        flat = caches[owner][blocks[page]].view(-1)
+        scale = TOKENS * KEY + within * SCALE
+        found.append(torch.cat([flat[within * KEY : (within + 1) * KEY], flat[scale : scale + SCALE]]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("path", ["direct", "staged"])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (interleaved(2), interleaved(1)),
+        (interleaved(1), interleaved(2, 2)),
+        (interleaved(2), interleaved(4, 2)),
+        (interleaved(2, TOKENS), interleaved(2, 4)),
+        (interleaved(2, TOKENS), interleaved(1)),
+        (interleaved(2), interleaved(2)),
+    ],
+    ids=str,
+)
+def test_an_index_that_says_its_parts_is_cut_between_tokens(path: str, theirs: TokenPartition, ours: TokenPartition):
+    """Where ranks of the two sides share tokens otherwise, in whichever way the bytes go."""
+    tokens = 27
+    (here, sources), (there, destinations) = shared_index(theirs), shared_index(ours)
+    blocks, own_blocks = [6, 1, 4, 2], [0, 7, 3, 5]
+    for cache in here:
+        cache.copy_(torch.randint(1, 256, cache.shape, dtype=torch.uint8))
+    pages, own_pages = (-(-tokens // (TOKENS * each.num_parts)) for each in (theirs, ours))
+    with LocalNetwork(path=path) as network:
+        cross(
+            network,
+            sources,
+            destinations,
+            sent={"group 0": GroupPages(blocks[:pages])},
+            received={"group 0": GroupPages(own_blocks[:own_pages])},
+            tokens=tokens,
+        )
+    expected = entries(here, theirs, blocks, tokens)
+    assert torch.equal(entries(there, ours, own_blocks, tokens), expected)
+    assert expected.count_nonzero() == expected.numel()
+    for cache in there:
+        assert not cache[own_blocks[own_pages:]].any(), "pages of other requests"
 
 
 def test_another_order_of_an_index_is_refused():

@@ -431,7 +431,7 @@ def cache_forms(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict
     """Returns how the cache of every layer is to be read that has an entry for each token, or for several."""
     layers = vllm_config.compilation_config.static_forward_context
     return {
-        name: forms_of(name, spec, layers[name], backend)
+        name: forms_of(name, spec, layers[name], backend, is_nvidia=current_platform.is_cuda())
         for name, (spec, backend) in kept_by_layers(vllm_config, kv_cache_config).items()
         if not is_of_request(spec)
     }

@@ -27,6 +27,10 @@ _BY_TOKEN = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 """Types whose values and scales lie behind each other for each token, and the bytes of one; said in vLLM's
 `mla/flashmla_sparse.py`. DeepSeek-V4's of the same names have other sizes, and a page's scales behind its values."""
 
+_KEYS_THEN_SCALES = {("DEEPSEEK_V32_INDEXER", 132): (128, 4)}
+"""By backend and bytes of a token, what a page on NVIDIA's GPUs has of each token in all keys and then in all scales;
+said in vLLM's `_fp8_quant_and_cache_write` of `models/deepseek_v32/common/kernels.py`. AMD's kernels shuffle keys."""
+
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
@@ -39,6 +43,8 @@ class CacheForm:
             apart.
         has_heads: whether the second dimension are KV heads. If not, the cache is its rank's share of the layer.
         part: returns what is described of a layer's tensor, again as (block, head, entry, content); None for all.
+        token_parts: where the order within a block has a name, how it can be cut between tokens all the same, as a
+            component says it; empty where only the kernel can.
     """
 
     role: str = ATTENTION
@@ -46,6 +52,7 @@ class CacheForm:
     packing: str | None = None
     has_heads: bool = True
     part: Callable[[Any], Any] | None = None
+    token_parts: tuple[int, ...] = ()
 
     @property
     def entries_in_words(self) -> str:
@@ -55,7 +62,7 @@ class CacheForm:
         return "" if self.tokens_per_entry == 1 else f"{1 / self.tokens_per_entry} entries a token"
 
 
-def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm, ...]:
+def forms_of(name: str, spec: Any, layer: Any, backend: str, *, is_nvidia: bool = False) -> tuple[CacheForm, ...]:
     """Returns how a layer's cache is to be read, part by part.
 
     Args:
@@ -63,6 +70,7 @@ def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm,
         spec: what vLLM says of its cache, as its backend has changed it (an `AttentionSpec`).
         layer: its module, with its cache.
         backend: the name of the backend that reads and writes it.
+        is_nvidia: whether kernels are those of NVIDIA's GPUs, whose order within a page is known for some caches.
     """
     role, per_entry = role_of(name, spec), Fraction(getattr(spec, "tokens_per_state", 1))
     order = f"vLLM's {backend}{_kernel_page(layer)}"
@@ -73,7 +81,10 @@ def forms_of(name: str, spec: Any, layer: Any, backend: str) -> tuple[CacheForm,
         )
     if spec.num_head_slots is not None or _is_opaque(spec):
         has_heads = is_the_same_everywhere(spec)
-        return (CacheForm(role, per_entry, order, has_heads, None if has_heads else CachePart.in_one_piece),)
+        part = None if has_heads else CachePart.in_one_piece
+        is_known = is_nvidia and per_entry == 1 and not _is_shuffled(layer)
+        token_parts = _KEYS_THEN_SCALES.get((backend, _content(spec)), ()) if is_known else ()
+        return (CacheForm(role, per_entry, order, has_heads, part, token_parts),)
     if per_entry > 1:
         tokens = int(per_entry)
         if _content(spec) % tokens:
@@ -129,7 +140,11 @@ def _kernel_page(layer: Any) -> str:
     """Names what else an order depends on: into what pages a kernel divides blocks, and whether it shuffles them."""
     bound: Any = getattr(layer, "kv_cache", None)
     page = f", in pages of {bound.shape[1]} entries" if getattr(bound, "ndim", 0) == 3 else ""
-    return page + (", shuffled" if getattr(layer, "uses_shuffled_layout", False) else "")
+    return page + (", shuffled" if _is_shuffled(layer) else "")
+
+
+def _is_shuffled(layer: Any) -> bool:
+    return bool(getattr(layer, "uses_shuffled_layout", False))
 
 
 def packed(cache: Any, layer: str) -> Any:

@@ -295,6 +295,7 @@ def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoo
         entry=Entry.TOKEN if first.packing is None else Entry.PAGE,
         window_tokens=_most_needed(first.group),
         packing=None if first.packing is None else f"{first.packing}, {first.page_tokens} tokens a page",
+        token_parts=first.form.token_parts,
         is_optional=first.is_draft,
     )
 

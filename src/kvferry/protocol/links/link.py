@@ -17,7 +17,7 @@ import msgspec
 from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, PeerError
 from kvferry.layout import RankLayout
-from kvferry.plan import Piece, elect_writer, pieces_for_receiver
+from kvferry.plan import Piece, described_alike, elect_writer, pieces_for_receiver
 from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.receiver_events import Connected
@@ -234,8 +234,8 @@ class Link:
             for rank in self._ranks.values()
             if rank.welcome is not None
         }
-        mine = self._identity.layout
-        pieces = pieces_for_receiver(layouts, mine)
+        held, mine = described_alike(layouts, self._identity.layout)
+        pieces = pieces_for_receiver(held, mine)
         shards = [mine.shard_with(piece.component, piece.box) for piece in pieces]
         groups = [shard.group for shard in shards if shard is not None]
         self._pieces = tuple(zip(pieces, groups, strict=True))
