@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from sglang.srt import runtime_context
@@ -15,6 +16,7 @@ from sglang.srt.arg_groups import deepseek_v4_hook
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as compressed
 from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.deepseek_v4_compress_state import c4_state_transfer_indices
 from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool
 from tests.real_engines.sglang.pool_ranks import (
     PAGES,
@@ -31,7 +33,8 @@ from tests.real_engines.sglang.pool_ranks import (
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
-from kvferry.engines.sglang.compressed import compressed_caches
+from kvferry.engines.sglang.compressed import compressed_caches, rings_of
+from kvferry.engines.sglang.rings import Rings
 from kvferry.errors import LayoutError
 
 __all__ = ["pair"]  # a fixture
@@ -102,18 +105,14 @@ def parts_of(pool: DeepSeekV4TokenToKVPool) -> list[Part]:
         parts += labelled(700, layers, [part(each, of="window") for each in pool.swa_kv_pool.kv_buffer])
     else:
         for kind, rows in enumerate(unified_rows(pool)):
-            rings = [items(each[: unified.swa_pages], unified.swa_ring_size, of="slots") for each in rows]
-            parts += labelled(700 + kind, layers, rings)
+            parts += labelled(700 + kind, layers, [items(each[: unified.swa_pages], 1, of="ring") for each in rows])
     for kind, states in ((800, pool.compress_state_pools), (801, pool.indexer_compress_state_pools)):
         for layer, state in enumerate(states):
             if state is None:
                 continue
             rows = state.kv_score_buffer.kv_score
-            if state.request_scoped:
-                each = items(rows, 128 if state.ratio == 128 else state.ring_size, of="pending")
-            else:
-                each = items(rows, state.ring_size, of="window" if unified is None else "slots")
-            parts += labelled(kind, [layer], [each])
+            size, of = {128: (128, "pending"), 4: (1, "overlap"), 2: (1, "pair")}[state.ratio]
+            parts += labelled(kind, [layer], [items(rows, size, of=of)])
     return parts
 
 
@@ -159,6 +158,18 @@ def test_latents_at_several_compressions_arrive_with_their_windows(
 
 
 @pytest.fixture
+def in_pages() -> Any:
+    """Pools with windows in pages."""
+    return rank_of
+
+
+@pytest.fixture
+def of_2() -> Any:
+    """Pools with layers that are compressed by 2, as of DeepSeek V4.1: layers 2 and 4 compress, others read theirs."""
+    return partial(rank_of, ratios=[0, 1, 1, 2, 2], kv_source_layers=(1, 3))
+
+
+@pytest.fixture
 def in_rings(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Pools as on ROCm, with windows in rings of requests."""
     monkeypatch.setattr(unified_kv_gate, "is_unified_kv_triton", lambda: True)
@@ -190,9 +201,11 @@ def begin_in_stages(pair: Pair, make: Any, prefill: int, decode: int, *, ratios:
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (1, 2), (2, 3), (3, 2)])
-@pytest.mark.parametrize("where", ["in pages", "in rings"])
-def test_stages_have_their_own_compressions(pair: Pair, in_rings: Any, where: str, prefill: int, decode: int):
-    begin_in_stages(pair, in_rings if where == "in rings" else rank_of, prefill, decode)
+@pytest.mark.parametrize("made", ["in_pages", "in_rings"])
+def test_stages_have_their_own_compressions(
+    pair: Pair, request: pytest.FixtureRequest, made: str, prefill: int, decode: int
+):
+    begin_in_stages(pair, request.getfixturevalue(made), prefill, decode)
     Crossing(pair, 1, 5, tokens=4 * PAGE + 70).run()
     Crossing(pair, 2, 7, held=3).run()
 
@@ -237,10 +250,8 @@ def test_layers_that_are_numbered_by_compression_leave_with_their_step(pair: Pai
 
 
 @pytest.mark.parametrize("layout", ["v4", "v41"])
-def test_latents_that_layers_share_arrive(pair: Pair, layout: str):
-    """As of DeepSeek V4.1: layers 2 and 4 compress, and others read what they have."""
-    make = partial(rank_of, ratios=[0, 1, 1, 2, 2], kv_source_layers=(1, 3), kv_layout=layout)
-    begin(pair, make, 2, 1)
+def test_latents_that_layers_share_arrive(pair: Pair, of_2: Any, layout: str):
+    begin(pair, partial(of_2, kv_layout=layout), 2, 1)
     Crossing(pair, 1, 5, tokens=4 * PAGE + 71).run()
     Crossing(pair, 2, 7, held=3).run()
 
@@ -258,14 +269,37 @@ def test_a_drafts_windows_go_in_rings_with_the_models(pair: Pair, in_rings: Any)
     Crossing(pair, 1, 5, tokens=4 * PAGE + 70).run()
 
 
-def test_rings_of_another_length_are_refused(pair: Pair, in_rings: Any, spec: SimpleNamespace):
-    def make(*, drafts: bool = False, **where: Any) -> PoolRank:
+@pytest.mark.parametrize("drafts_on", ["prefill", "decode"])
+@pytest.mark.parametrize("made", ["in_pages", "in_rings", "of_2"])
+def test_rings_may_differ_in_length(
+    pair: Pair, request: pytest.FixtureRequest, spec: SimpleNamespace, made: str, drafts_on: str
+):
+    """With speculative decoding on one side alone: of 131 and 128 tokens, 16 and 8, or 8 and 2."""
+    make_rank = request.getfixturevalue(made)
+    pools: list[DeepSeekV4TokenToKVPool] = []
+
+    def make(*, drafts: bool = drafts_on == "prefill", **given: Any) -> PoolRank:
         spec.speculative_algorithm, spec.speculative_num_draft_tokens = ("EAGLE", 4) if drafts else (None, None)
-        rank: PoolRank = in_rings(**where)
+        rank: PoolRank = make_rank(**given)
+        pools.append(rank.pool)
         return rank
 
-    begin(pair, make, 1, 1, drafts=True)
-    assert_request_fails(pair, "axes of 'window latent': .*place in the ring 128, .*place in the ring 131, ")
+    begin(pair, make, 1, 2, drafts=drafts_on == "decode")
+    assert len({rings_of(pool) for pool in pools}) == 2
+    for room, tokens in enumerate((4 * PAGE + 70, 4 * PAGE + 3, 4 * PAGE + 1, 5 * PAGE, 101, 5)):
+        Crossing(pair, room, -(-tokens // PAGE), tokens=tokens).run()
+    Crossing(pair, 7, 7, held=3, tokens=6 * PAGE + 131).run()
+    Crossing(pair, 8, 7, held=6, tokens=6 * PAGE + 3).run()  # the decode side has most of the window in its pages
+
+
+@pytest.mark.parametrize("ring", [8, 16])
+def test_what_is_sent_of_a_ring_is_all_that_the_next_tokens_need(ring: int):
+    """SGLang says for its backend of NPUs which places of a ring are alive; elsewhere it sends all."""
+    rings = Rings(PAGE, window=WINDOW, overlap=ring)
+    for tokens in range(1, 40):
+        window = 3 * WINDOW + np.arange(tokens)
+        alive = c4_state_transfer_indices(3, tokens, ring_size=ring)
+        assert {*alive.tolist()} <= {*np.asarray(rings.overlap_places(window, tokens).pages).tolist()}
 
 
 def test_latents_in_another_order_are_refused(pair: Pair):

@@ -116,17 +116,17 @@ NOTHING = Attention(Buffers((), (), ()), None)
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Buffers of which every tensor-parallel rank has the same, with one item a page or a request, which stays whole.
+    """Buffers of which every tensor-parallel rank has the same: one item a page, request or token, which stays whole.
 
     Attributes:
         name: of the component.
         layers: the numbers of the layers that have one, counted from this rank's first.
         count: how many layers this rank has.
         buffers: theirs.
-        packing: the name of the order within a page; None where an item is a request's.
+        packing: the name of the order within a page; None where an item is a request's or a token's.
         group: what items are numbered by.
         is_drafts: whether the layers are a draft model's.
-        rows: how many places a ring has, where items are rings; 1 where they are not.
+        window_tokens: where an item is a token's, how many at a request's end have one; None where it is not.
         stage: which of the model's layers these are; None for those with attention.
     """
 
@@ -137,7 +137,7 @@ class Uncut:
     packing: str | None
     group: str
     is_drafts: bool = False
-    rows: int = 1
+    window_tokens: int | None = None
     stage: Stage | None = None
 
 

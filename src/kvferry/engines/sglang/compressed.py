@@ -1,8 +1,8 @@
 """DeepSeek V4 in SGLang: latents at several compressions, their index, windows, and what is not compressed yet.
 
 Every tensor-parallel rank has the same. A page of latents or of the index has the slots of all tokens of a page of the
-request, in an order of its own. What a window has not compressed yet lies in the window's pages, or in rings of a
-request; in a ring every token's place follows from its position, so that it is the same on both sides.
+request, in an order of its own. Windows, and what of them layers have not compressed yet, lie in pages or in rings,
+of which `Rings` says where a token is.
 
 A pipeline stage has neighbouring layers of the model. Layers of one compression are numbered among themselves, and all
 of them among those with windows.
@@ -15,7 +15,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.sglang.caches import NOTHING, Buffers, Caches, Stage, Uncut
-from kvferry.engines.sglang.layouts import COMPRESSION_GROUP, KV_GROUP, RING_GROUP, ROW_GROUP, WINDOW_GROUP
+from kvferry.engines.sglang.layouts import (
+    COMPRESSION_GROUP,
+    KV_GROUP,
+    OVERLAP_GROUP,
+    PAIR_GROUP,
+    RING_GROUP,
+    ROW_GROUP,
+    WINDOW_GROUP,
+)
+from kvferry.engines.sglang.rings import OVERLAP_TOKENS, PAIR_TOKENS, Rings
 from kvferry.errors import LayoutError
 
 POOL = "DeepSeekV4TokenToKVPool"
@@ -60,9 +69,17 @@ def compressed_caches(
     )
 
 
-def ring_places(target: Any) -> int | None:
-    """Returns how many rows of a pool's rings a request has; None if windows are in no rings."""
-    return int(target.unified_swa_ring_size) if getattr(target, "_unified_kv", False) is True else None
+def rings_of(target: Any) -> Rings | None:
+    """Returns how long the rings of a rank's pool are; None if it is another model's."""
+    if type(target).__name__ != POOL:
+        return None
+    lengths = {each.ratio: int(each.ring_size) for each in target.compress_state_pools if each is not None}
+    return Rings(
+        page_tokens=int(target.swa_page_size),
+        window=int(target.unified_swa_ring_size) if target._unified_kv else None,
+        overlap=lengths.get(4),
+        pair=lengths.get(2),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +136,11 @@ class _Listed:
         self._name, self._at = name, 0
         self._addresses, self._lengths, self._items = addresses, lengths, items
 
-    def take(self, count: int, *, rows: int = 1) -> Buffers:
+    def take(self, count: int, *, places: int = 1) -> Buffers:
         """Returns the next ones.
 
         Args:
-            rows: how many of SGLang's items make one.
+            places: how many of ours one of SGLang's items has.
         """
         start, self._at = self._at, self._at + count
         if self._at > len(self._addresses):
@@ -132,7 +149,7 @@ class _Listed:
         return Buffers(
             tuple(self._addresses[part]),
             tuple(self._lengths[part]),
-            tuple(item * rows for item in self._items[part]),
+            tuple(item // places for item in self._items[part]),
         )
 
     def check_empty(self) -> None:
@@ -170,9 +187,11 @@ def _check(args: Any, target: Any, draft: Any) -> None:
         )
 
 
-def _uncut(name: str, buffers: Buffers, packing: str | None, group: str, stage: Stage, *, rows: int = 1) -> Uncut:
+def _uncut(
+    name: str, buffers: Buffers, packing: str | None, group: str, stage: Stage, *, window_tokens: int | None = None
+) -> Uncut:
     layers = tuple(range(len(buffers)))
-    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), rows, stage)
+    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), window_tokens, stage)
 
 
 def _latents(pool: Any, listed: _Listed, layers: _Layers) -> Iterator[Uncut]:
@@ -220,19 +239,25 @@ def _windows(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterat
         here = [each for each in states if each is not None and not each.request_scoped]
         if not here:
             continue
-        name = f"{prefix}pending {what} of {here[0].ratio}"
-        packing, group = (None, RING_GROUP) if pool._unified_kv else (f"SGLang's ring, {_dtype(here[0])}", WINDOW_GROUP)
-        stage = layers.compressed_by(here[0].ratio)
-        yield _uncut(name, listed.take(len(here)), packing, group, stage, rows=here[0].ring_size)
+        # Rings of pages have OVERLAP_TOKENS of each page of the window, of which the first need not be whole.
+        pages = 1 if pool._unified_kv else -(-pool.sliding_window // pool.swa_page_size) + 1
+        yield _uncut(
+            f"{prefix}pending {what} of {here[0].ratio}, {_dtype(here[0])}",
+            listed.take(len(here), places=here[0].ring_size),
+            None,
+            OVERLAP_GROUP,
+            layers.compressed_by(here[0].ratio),
+            window_tokens=OVERLAP_TOKENS * pages,
+        )
 
 
 def _rings(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
-    """Yields windows in rings of requests: SGLang's items are rows of them."""
-    rows = pool.unified_swa_ring_size
+    """Yields windows in rings of requests: SGLang's items are places in them."""
     kinds = ("latent", "rope") if pool._unified_kv_fp8 else ("latent",)
     for kind in kinds:
-        buffers = listed.take(len(pool.unified_kv_pool.kv_buffer), rows=rows)
-        yield _uncut(f"{prefix}window {kind}", buffers, None, RING_GROUP, layers.with_windows(), rows=rows)
+        buffers, window_tokens = listed.take(len(pool.unified_kv_pool.kv_buffer)), pool.unified_swa_window
+        name, stage = f"{prefix}window {kind}", layers.with_windows()
+        yield _uncut(name, buffers, None, RING_GROUP, stage, window_tokens=window_tokens)
 
 
 def _pending(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
@@ -240,10 +265,13 @@ def _pending(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterat
     here = [each for each in pool.compress_state_pools if each is not None and each.request_scoped]
     first = here[0]
     name = f"{prefix}{'sum' if first.online else 'pending latent'} of {first.ratio}"
-    # A ring of 128 tokens is one item, of which a request may have several: sides may have another number of them.
-    rows = first.ring_size if first.ratio == 2 else 1
     stage = layers.compressed_by(first.ratio)
-    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, stage, rows=rows)
+    if first.ratio == 2:
+        buffers = listed.take(len(here), places=first.ring_size)
+        yield _uncut(name, buffers, None, PAIR_GROUP, stage, window_tokens=PAIR_TOKENS)
+        return
+    # A ring of 128 tokens is one item, of which a request may have several: sides may have another number of them.
+    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, stage)
 
 
 def _rows(_: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:

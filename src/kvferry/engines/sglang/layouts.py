@@ -23,6 +23,8 @@ TAIL_GROUP = "index tail"
 RING_GROUP = "window ring"
 PENDING_GROUP = "pending index"
 COMPRESSION_GROUP = "pending compression"
+OVERLAP_GROUP = "pending overlap"
+PAIR_GROUP = "pending pair"
 ROW_GROUP = "request row"
 
 DRAFT_GROUP = "draft"
@@ -210,32 +212,31 @@ class _Pools:
         (item_bytes,), group = sizes, self._group_of(given)
         stage = self._caches.stages.attention if given.stage is None else given.stage
         total, mine = _layers(given.count, Stage() if given.is_drafts else stage)
-        if item_bytes % given.rows:
-            raise LayoutError(f"{given.name}: {item_bytes} bytes are not a ring of {given.rows} places")
-        places = (Axis("place in the ring", given.rows),) if given.rows > 1 else ()
-        inner = (*places, Axis("byte", item_bytes // given.rows))
+        entry = Entry.REQUEST if given.packing is None else Entry.PAGE
+        if given.window_tokens is not None:
+            entry = Entry.TOKEN
         component = Component(
             name=given.name,
-            axes=(Axis("layer", total), *inner),
+            axes=(Axis("layer", total), Axis("byte", item_bytes)),
             dtype="uint8",
-            entry=Entry.REQUEST if given.packing is None else Entry.PAGE,
+            entry=entry,
             packing=given.packing,
-            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else None,
+            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else given.window_tokens,
             is_optional=given.is_drafts,
         )
         paging = Paging(
-            page_tokens=1 if given.packing is None else self._caches.page_tokens,
+            page_tokens=self._caches.page_tokens if entry is Entry.PAGE else 1,
             num_pages=self._counts[group],
             page_stride=item_bytes,
-            token_stride=0,
+            token_stride=item_bytes if entry is Entry.TOKEN else 0,
         )
         for start, stop in _runs(given.layers):
             first = mine.start + given.layers[start]
             yield Shard(
                 component=component,
-                box=(Interval(first, first + stop - start), *(Interval(0, axis.size) for axis in inner)),
+                box=(Interval(first, first + stop - start), Interval(0, item_bytes)),
                 addresses=given.buffers.addresses[start:stop],
-                strides=(inner[-1].size, 1)[-len(inner) :],
+                strides=(1,),
                 paging=paging,
                 device=self._device,
                 group=group,
