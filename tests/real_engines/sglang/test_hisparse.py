@@ -80,6 +80,7 @@ def listed(pools: Any, monkeypatch: pytest.MonkeyPatch) -> KVArgs:
     monkeypatch.setattr(decode, "get_device", lambda: SimpleNamespace(gpu_id=0))
     scheduler = SimpleNamespace(
         enable_hisparse=True,
+        sliding_window_size=None,
         hisparse_coordinator=SimpleNamespace(mem_pool_host=host),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(kv_cache_dtype_str="auto")),
         model_config=SimpleNamespace(num_hidden_layers=LAYERS),
