@@ -139,9 +139,8 @@ class Crossing:
             for ranks, slot in zip(self.ranks, (2, 4), strict=True)
         ]
         for side, ranks in zip(self.sides, self.ranks, strict=True):
-            pool = ranks[0].pool
-            if getattr(pool, "compress_state_pools", None):
-                side["pending"] = pool.request_state_transfer_indices(side["slots"][0], self.tokens).tolist()
+            if getattr(ranks[0].pool, "compress_state_pools", None):
+                side |= self._compressed(ranks[0].pool, side, first)
         for rank in self.ranks[0]:
             for number, each in enumerate(rank.parts):
                 each.bytes[:] = 55
@@ -151,6 +150,32 @@ class Crossing:
         for rank in self.ranks[1]:
             for each in rank.parts:
                 each.bytes[:] = 77
+
+    def _compressed(self, pool: Any, side: dict[str, Any], first: int) -> dict[str, list[int]]:
+        """Where DeepSeek V4 keeps a request's last tokens, by SGLang's own functions.
+
+        Args:
+            first: how many of the request's pages come before those of its window.
+        """
+        (slot,), page = side["slots"], pool.swa_page_size
+        found = {"pending": pool.request_state_transfer_indices(slot, self.tokens).tolist()}
+        positions = np.arange(self.tokens)
+        if pool._unified_kv:
+            ring = pool.unified_swa_ring_size
+            found["ring"] = [slot * ring + each % ring for each in positions[-pool.sliding_window :].tolist()]
+        for state in pool.compress_state_pools:
+            of_request = [torch.full((self.tokens,), slot), torch.from_numpy(positions)]
+            if state is not None and state.ratio == 2:
+                where = state.translate_from_req_position_to_state_loc(*of_request)
+                found["pair"] = where[-2:].tolist() if self.tokens % 2 else []
+            elif state is not None and state.ratio == 4 and pool._unified_kv:
+                found["overlap"] = state.translate_from_req_position_to_state_loc(*of_request)[-8:].tolist()
+            elif state is not None and state.ratio == 4:
+                found["overlap"] = []
+                for number, of_window in enumerate(side["window"].tolist(), first):
+                    here = of_window * page + positions[number * page : (number + 1) * page][-8:] % page
+                    found["overlap"] += state.translate_from_swa_loc_to_state_loc(torch.from_numpy(here)).tolist()
+        return found
 
     def states(self, manager: Any, side: int) -> list[Any]:
         """As SGLang's scheduler hands them in."""
@@ -193,8 +218,9 @@ class Crossing:
             pages = np.array(self.sides[0]["pages"][self.held :], np.int32)
             assert sender.pop_decode_prefix_len() == prefix
             sender.init(len(pages), 1)
-            sender.send(pages[:2], None)
-            sender.send(pages[2:], self.states(sender.kv_mgr, 0))
+            begun = max(0, min(2, len(pages) - 1))
+            sender.send(pages[:begun], None)
+            sender.send(pages[begun:], self.states(sender.kv_mgr, 0))
         wait(lambda: [each.poll() for each in receivers], KVPoll.Success)
         wait(lambda: [each.poll() for each in senders], KVPoll.Success)
         for sender in senders:

@@ -43,6 +43,7 @@ class Model:
         order: of what a page has.
         groups: of a mixer of Mamba 2, whose convolution has blocks for them that SGLang does not name; None for blocks
             that it names.
+        sparse: the numbers of layers with sparse attention, of a model that has others which SGLang lists apart.
     """
 
     layers: int = 3
@@ -56,6 +57,7 @@ class Model:
     weights: str = "the same"
     order: str = "nhd"
     groups: int | None = None
+    sparse: tuple[int, ...] = ()
 
     @property
     def channels(self) -> int:
@@ -369,6 +371,8 @@ def place(
     config = model_config(model.heads, model.window_heads, window_tokens=model.window_tokens, layers=model.layers)
     config.full_attention_layer_ids = [number_of(0, each) for each in range(model.layers)]
     config.swa_attention_layer_ids = [number_of(1, each) for each in range(model.window_layers)]
+    freq = [int(layer in model.sparse) for layer in range(model.layers)]
+    config.hf_config = SimpleNamespace(sparse_attention_config={"sparse_attention_freq": freq})
     with patch.context() as within:  # without `raising` where 0.5.22 asks for nothing
         for module in (conn, options_module):
             within.setattr(module, "get_parallel", lambda: parallel)

@@ -16,7 +16,6 @@ from sglang.srt.mem_cache.minimax_m3_nvfp4_pool import MiniMaxM3Nvfp4KVPool
 from sglang.srt.mem_cache.qsa_kv_pool import QSATokenToKVPool
 from tests.real_engines.sglang.pool_ranks import (
     HEADS,
-    LAYERS,
     PAGES,
     SIZES,
     SLOTS,
@@ -49,7 +48,12 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minimax_m3_nvfp4_pool, "get_platform", lambda: SimpleNamespace(is_sm100=False))
 
 
-def sparse(*, tp: int, tp_rank: int, page: int = 16) -> PoolRank:
+MINIMAX = Model(heads=HEADS, page_tokens=16, layers=6, sparse=(1, 3, 4, 5))
+"""The first layer has no sparse attention, and one among the others has none."""
+
+
+def sparse(*, tp: int, tp_rank: int, page: int = 16, model: Model = MINIMAX, layers: range = range(6)) -> PoolRank:
+    """A rank with these layers."""
     pool = MiniMaxSparseKVPool(
         (PAGES - 1) * page,
         page,
@@ -57,20 +61,27 @@ def sparse(*, tp: int, tp_rank: int, page: int = 16) -> PoolRank:
         max(1, HEADS // tp),
         HEAD_DIM,
         INDEX_DIM,
-        [1],
-        [0, 2],
+        [layer for layer in range(model.layers) if layer not in model.sparse],
+        [*model.sparse],
         "cpu",
-        [0, 2],
-        start_layer=0,
-        end_layer=LAYERS,
+        [*model.sparse],
+        start_layer=layers.start,
+        end_layer=layers.stop,
     )
-    parts = [by_token(each, page) for each in (*pool.main_pool.k_buffer, *pool.main_pool.v_buffer)]
-    parts += [by_token(each, page, heads=None) for each in pool.index_k_pool.k_buffer]
-    return PoolRank(Model(heads=HEADS, page_tokens=page), pool, parts, tp=tp, tp_rank=tp_rank)
+    main, of_index = pool.main_pool, [layer for layer in layers if layer in model.sparse]
+    index = pool.index_k_pool.k_buffer if of_index else []
+    parts = [
+        replace(by_token(each, page, heads=heads), label=100 * kind + layer)
+        for kind, (buffers, numbers, heads) in enumerate(
+            ((main.k_buffer, layers, 1), (main.v_buffer, layers, 1), (index, of_index, None))
+        )
+        for layer, each in zip(numbers, buffers, strict=True)
+    ]
+    return PoolRank(replace(model, page_tokens=page), pool, parts, tp=tp, tp_rank=tp_rank)
 
 
-def of_4_bits(*, tp: int, tp_rank: int) -> PoolRank:
-    page = 128
+def of_4_bits(*, tp: int, tp_rank: int, model: Model = MINIMAX, layers: range = range(6)) -> PoolRank:
+    page, all_layers = 128, [*range(model.layers)]
     pool = MiniMaxM3Nvfp4KVPool(
         size=(PAGES - 1) * page,
         page_size=page,
@@ -79,17 +90,23 @@ def of_4_bits(*, tp: int, tp_rank: int) -> PoolRank:
         head_dim=128,
         idx_head_dim=128,
         dense_layer_ids=[],
-        sparse_layer_ids=[0, 1, 2],
-        disable_value_sparse_layer_ids=[0, 1, 2],
+        sparse_layer_ids=all_layers,
+        disable_value_sparse_layer_ids=all_layers,
         device="cpu",
-        start_layer=0,
-        end_layer=LAYERS,
+        start_layer=layers.start,
+        end_layer=layers.stop,
     )
     main = pool.main_pool
-    views = (*main.k_buffer, *main.k_scale_buffer, *main.v_buffer, *main.v_scale_buffer)
-    parts = [Part(each.numpy(), heads=0) for each in views]
-    parts += [part(each) for each in pool.index_k_pool.rows]
-    return PoolRank(Model(heads=HEADS, page_tokens=page), pool, parts, tp=tp, tp_rank=tp_rank)
+    views = (main.k_buffer, main.k_scale_buffer, main.v_buffer, main.v_scale_buffer)
+    made = [[Part(each.numpy(), heads=0) for each in of_kind] for of_kind in views]
+    made.append([part(each) for each in pool.index_k_pool.rows])
+    parts = [
+        replace(each, label=100 * kind + layer)
+        for kind, of_kind in enumerate(made)
+        for layer, each in zip(layers, of_kind, strict=True)
+    ]
+    of_model = replace(model, page_tokens=page, sparse=tuple(all_layers))
+    return PoolRank(of_model, pool, parts, tp=tp, tp_rank=tp_rank)
 
 
 @pytest.mark.shows("sglang", "MiniMaxSparseKVPool", "StateType.MINIMAX_INDEX_K", "StateType.MINIMAX_DENSE_KV")
@@ -102,6 +119,33 @@ def test_an_index_of_keys_goes_with_keys_and_values(
     begin(pair, sparse, prefill_tp, decode_tp)
     Crossing(pair, 1, 5).run()
     Crossing(pair, 2, 7, held=3).run()
+
+
+def begin_in_stages(pair: Pair, make: Any, prefill: int, decode: int, *, tp: int = 1) -> None:
+    """Starts both sides, in so many stages each, and with more tensor-parallel ranks on the decode side."""
+    for mode, stages, ranks in ((PREFILL, prefill, 1), (DECODE, decode, tp)):
+        for stage in range(stages):
+            layers = range(stage * MINIMAX.layers // stages, (stage + 1) * MINIMAX.layers // stages)
+            for tp_rank in range(ranks):
+                rank = make(tp=ranks, tp_rank=tp_rank, layers=layers)
+                pair.model = rank.model
+                pair.start(mode, rank, pp=stages, stage=stage)
+
+
+@pytest.mark.parametrize(("prefill", "decode", "tp"), [(2, 1, 1), (1, 2, 1), (2, 3, 2), (3, 1, 2)])
+@pytest.mark.parametrize("make", [sparse, of_4_bits], ids=["16 bits", "4 bits"])
+def test_stages_have_the_index_of_their_layers(pair: Pair, make: Any, prefill: int, decode: int, tp: int):
+    """Also a stage in which every layer has sparse attention, while others elsewhere have none."""
+    begin_in_stages(pair, make, prefill, decode, tp=tp)
+    Crossing(pair, 1, 5).run()
+    Crossing(pair, 2, 7, held=3).run()
+
+
+def test_a_stage_without_sparse_attention_is_refused(pair: Pair):
+    """SGLang makes no index there: nothing says how long it is elsewhere."""
+    model = replace(MINIMAX, sparse=(3, 4, 5))
+    with pytest.raises(LayoutError, match="no layer of this pipeline stage has index of keys"):
+        begin_in_stages(pair, lambda **where: sparse(model=model, **where), 2, 1)
 
 
 class MambaPool:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry import RankLayout, TokenShare, interleaved
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, Stages, StateBuffer, Uncut
 from kvferry.engines.sglang.layouts import SHARE, describe
 from kvferry.engines.sglang.placement import Part, Placement
 from kvferry.errors import LayoutError
@@ -63,7 +63,7 @@ def test_latents_are_whole_everywhere():
 
 
 def test_a_pipeline_stage_holds_its_layers():
-    caches = replace(HEADS, kv=Attention(buffers(6), heads(2)), first_layer=3, layers=6)
+    caches = replace(HEADS, kv=Attention(buffers(6), heads(2)), stages=Stages(Stage(3, 6)))
     shard = described(caches, pp_size=2, pp_rank=1)["k"]
     assert (shard.component.axes[0].size, shard.box[0]) == (6, Interval(3, 6))
 
@@ -97,7 +97,7 @@ def test_a_draft_models_latents_are_whole_everywhere():
 def test_a_draft_model_may_be_on_the_last_stage_alone():
     """All ranks of an engine must agree on their components, but for those that the other side may lack as well."""
     last = replace(HEADS, draft=buffers(2, first=0x90000), draft_heads=heads(2), kv=Attention(buffers(6), heads(2)))
-    stages = [replace(HEADS, kv=last.kv, first_layer=0, layers=6), replace(last, first_layer=3, layers=6)]
+    stages = [replace(HEADS, kv=last.kv, stages=Stages(Stage(0, 6))), replace(last, stages=Stages(Stage(3, 6)))]
     layouts = [describe(each, RankCoordinates(pp_size=2, pp_rank=stage), Device()) for stage, each in enumerate(stages)]
     assert len({layout.digest for layout in layouts}) == 1
 
@@ -109,12 +109,9 @@ def test_stages_hold_their_layers_of_every_kind():
     caches = replace(
         HEADS,
         kv=Attention(buffers(6), heads(2)),
-        first_layer=3,
-        layers=6,
         window=Attention(buffers(4, first=0x90000), heads(2)),
-        window_stage=Stage(4, 9),
         state=(replace(state(0), blocks=None, address=0xB0000), replace(state(5), blocks=None, address=0xC0000)),
-        state_stage=Stage(6, 8),
+        stages=Stages(Stage(3, 6), window=Stage(4, 9), state=Stage(6, 8)),
     )
     shards = described(caches, pp_size=3, pp_rank=1)
     held = {name: (shard.component.axes[0].size, shard.box[0]) for name, shard in shards.items()}
@@ -130,7 +127,7 @@ def test_stages_hold_their_layers_of_every_kind():
 @pytest.mark.parametrize("lacks", ["kv", "window"])
 def test_a_stage_may_lack_layers_of_a_kind(lacks: str):
     """It names the component all the same, with as many pages as its pool has for none of them."""
-    there = replace(HEADS, kv=Attention(buffers(6), heads(2)), first_layer=0, layers=3, window_stage=Stage(0, 2))
+    there = replace(HEADS, kv=Attention(buffers(6), heads(2)), stages=Stages(Stage(0, 3), window=Stage(0, 2)))
     there = replace(there, window=Attention(buffers(4, first=0x90000), heads(2)), window_tokens=8)
     none = Attention(buffers(0), heads(2), pages=77)
     here = replace(there, kv=none) if lacks == "kv" else replace(there, window=none)
@@ -276,13 +273,13 @@ def test_the_device_is_kept():
                 HEADS,
                 kv=Attention(buffers(6), heads(2)),
                 state=(state(0), state(1), state(0, address=0xC0000, item_bytes=48)),
-                state_stage=Stage(0, 4),
+                stages=Stages(state=Stage(0, 4)),
             ),
             {"pp_size": 2},
             r"needs the same kinds of it: \[1, 2\] layers of this stage",
         ),
         (
-            replace(LATENTS, kv=Attention(buffers(0), None), layers=3),
+            replace(LATENTS, kv=Attention(buffers(0), None), stages=Stages(Stage(0, 3))),
             {"pp_size": 2},
             "no layer of this pipeline stage has latent",
         ),

@@ -9,7 +9,7 @@ import pytest
 from tests.support.sglang_pools import Lists, heads_pool, mamba_pool, model_config, named, remembered
 
 from kvferry import RankCoordinates
-from kvferry.engines.sglang.caches import Heads, Stage
+from kvferry.engines.sglang.caches import Heads, Stage, Stages
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.engines.sglang.stages import stages_of
 from kvferry.errors import LayoutError
@@ -33,17 +33,17 @@ def hybrid(full: tuple[int, ...]) -> Any:
 
 
 def test_a_stage_of_a_model_with_one_kind_of_layer_begins_where_its_pool_does():
-    assert stages_of(None, MODEL, None, heads_pool(1, start_layer=5)) == (Stage(5, 8), Stage(), Stage())
+    assert stages_of(None, MODEL, None, heads_pool(1, start_layer=5)) == Stages(Stage(5, 8))
 
 
 def test_layers_of_each_kind_are_counted_among_themselves():
-    assert stages_of(None, MODEL, None, windows((5, 7), (4, 6))) == (Stage(2, 4), Stage(2, 4), Stage())
+    assert stages_of(None, MODEL, None, windows((5, 7), (4, 6))) == Stages(Stage(2, 4), Stage(2, 4))
     args = SimpleNamespace(state_types=[SimpleNamespace(value="mamba")], state_layer_ids=[[4, 5, 6, 4, 5, 6]])
-    assert stages_of(args, MODEL, RECURRENT, hybrid((7,))) == (Stage(1, 2), Stage(), Stage(3, 6))
+    assert stages_of(args, MODEL, RECURRENT, hybrid((7,))) == Stages(Stage(1, 2), state=Stage(3, 6))
 
 
 def test_a_stage_may_have_none_of_a_kind():
-    assert stages_of(None, MODEL, None, windows((), (4,))) == (Stage(0, 4), Stage(2, 4), Stage())
+    assert stages_of(None, MODEL, None, windows((), (4,))) == Stages(Stage(0, 4), Stage(2, 4))
 
 
 @pytest.mark.parametrize("layers", [(5, 9), (1, 5)])

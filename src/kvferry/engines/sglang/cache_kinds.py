@@ -180,7 +180,7 @@ KINDS = CacheKinds(
             "StateType.SWA_RING",
             "DeepSeek V4's windows in a ring of the request, and what is not compressed yet in others",
             f"{_COMPRESSED}test_windows_in_rings_arrive_in_the_requests_own",
-            transfer="all rings of the request, of one length on both sides",
+            transfer="the last tokens of the request, each by its position: rings may differ in length",
         ),
         CacheKind(
             "StateType.REQUEST_ROW",

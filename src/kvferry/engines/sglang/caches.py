@@ -76,6 +76,23 @@ class Stage:
 
 
 @dataclass(frozen=True, slots=True)
+class Stages:
+    """The layers of a rank, by kind, each counted among those of its kind that the whole model has.
+
+    Attributes:
+        attention: with full attention, or with sparse attention where SGLang lists the others apart.
+        window: with sliding windows.
+        state: with recurrent state.
+        dense: without sparse attention, where SGLang lists them apart.
+    """
+
+    attention: Stage = Stage()
+    window: Stage = Stage()
+    state: Stage = Stage()
+    dense: Stage = Stage()
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """A pool of keys and values, or of latents.
 
@@ -99,18 +116,18 @@ NOTHING = Attention(Buffers((), (), ()), None)
 
 @dataclass(frozen=True, slots=True)
 class Uncut:
-    """Buffers of which every tensor-parallel rank has the same, with one item a page or a request, which stays whole.
+    """Buffers of which every tensor-parallel rank has the same: one item a page, request or token, which stays whole.
 
     Attributes:
         name: of the component.
         layers: the numbers of the layers that have one, counted from this rank's first.
         count: how many layers this rank has.
         buffers: theirs.
-        packing: the name of the order within a page; None where an item is a request's.
+        packing: the name of the order within a page; None where an item is a request's or a token's.
         group: what items are numbered by.
         is_drafts: whether the layers are a draft model's.
-        rows: how many places a ring has, where items are rings; 1 where they are not.
-        is_in_every_stage: whether every pipeline stage has the same, so that they are no layers of the model's.
+        window_tokens: where an item is a token's, how many at a request's end have one; None where it is not.
+        stage: which of the model's layers these are; None for those with attention.
     """
 
     name: str
@@ -120,8 +137,8 @@ class Uncut:
     packing: str | None
     group: str
     is_drafts: bool = False
-    rows: int = 1
-    is_in_every_stage: bool = False
+    window_tokens: int | None = None
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,10 +204,7 @@ class Caches:
         dense: keys and values of layers that SGLang lists apart, in pages with the numbers of `kv`.
         index: keys of an index of sparse attention, in pages with the numbers of `kv`.
         uncut: what every rank has whole, in pages with the numbers of `kv` or of the window, or in slots of requests.
-        first_layer: the number of the first layer on this rank, of those that `kv` has.
-        layers: how many of these the whole model has; None if all are on this rank.
-        window_stage: which layers with windows the rank has.
-        state_stage: which layers with recurrent state.
+        stages: which of the model's layers of each kind the rank has.
     """
 
     kv: Attention
@@ -206,7 +220,4 @@ class Caches:
     dense: Attention | None = None
     index: Attention | None = None
     uncut: tuple[Uncut, ...] = ()
-    first_layer: int = 0
-    layers: int | None = None
-    window_stage: Stage = Stage()
-    state_stage: Stage = Stage()
+    stages: Stages = Stages()

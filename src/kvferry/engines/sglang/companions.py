@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Uncut
+from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Stage, Uncut
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP, PENDING_GROUP, TAIL_GROUP
+from kvferry.engines.sglang.minimax import MINIMAX_POOLS
 from kvferry.errors import LayoutError
 
 _SPARSE, _SCALED, _POOLED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8", "QSATokenToKVPool"
-
-_LISTED_IN_PARTS = ("MiniMaxSparseKVPool", "MiniMaxM3Nvfp4KVPool")
-"""Pools of which SGLang lists keys and values alone where they are a draft model's."""
 
 
 def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, draft: Any) -> None:
@@ -53,7 +51,7 @@ def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, 
             f"SGLang keeps a {type(main).__name__} for layers of this model, and does not list its {missing} for a "
             "transfer: the other side would compute without it. Choose another --kv-cache-dtype or model"
         )
-    if type(draft).__name__ in _LISTED_IN_PARTS:
+    if type(draft).__name__ in MINIMAX_POOLS:  # SGLang lists a draft's keys and values alone
         raise LayoutError(
             f"SGLang does not list the index of a draft model in a {type(draft).__name__} for a transfer: leave the "
             "draft model away"
@@ -137,7 +135,8 @@ def pending_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
             each = Uncut(
                 f"{prefix}pending index {what}", tuple(range(count)), count, buffers, None, PENDING_GROUP, bool(prefix)
             )
-            uncut.append(replace(each, is_in_every_stage=what == "positions"))  # the same for all layers
+            # Positions are the same for all layers: every stage has them.
+            uncut.append(replace(each, stage=Stage()) if what == "positions" else each)
     return uncut
 
 

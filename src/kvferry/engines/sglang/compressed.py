@@ -1,23 +1,38 @@
 """DeepSeek V4 in SGLang: latents at several compressions, their index, windows, and what is not compressed yet.
 
 Every tensor-parallel rank has the same. A page of latents or of the index has the slots of all tokens of a page of the
-request, in an order of its own. What a window has not compressed yet lies in the window's pages, or in rings of a
-request; in a ring every token's place follows from its position, so that it is the same on both sides.
+request, in an order of its own. Windows, and what of them layers have not compressed yet, lie in pages or in rings,
+of which `Rings` says where a token is.
+
+A pipeline stage has neighbouring layers of the model. Layers of one compression are numbered among themselves, and all
+of them among those with windows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.sglang.caches import NOTHING, Buffers, Caches, Uncut
-from kvferry.engines.sglang.layouts import COMPRESSION_GROUP, KV_GROUP, RING_GROUP, ROW_GROUP, WINDOW_GROUP
+from kvferry.engines.sglang.caches import NOTHING, Buffers, Caches, Stage, Uncut
+from kvferry.engines.sglang.layouts import (
+    COMPRESSION_GROUP,
+    KV_GROUP,
+    OVERLAP_GROUP,
+    PAIR_GROUP,
+    RING_GROUP,
+    ROW_GROUP,
+    WINDOW_GROUP,
+)
+from kvferry.engines.sglang.rings import OVERLAP_TOKENS, PAIR_TOKENS, Rings
 from kvferry.errors import LayoutError
 
 POOL = "DeepSeekV4TokenToKVPool"
 
 
-def compressed_caches(args: Any, target: Any, draft: Any, window_tokens: int | None) -> Caches:
+def compressed_caches(
+    args: Any, target: Any, draft: Any, window_tokens: int | None, *, layers: int | None = None
+) -> Caches:
     """Reads what a rank caches of DeepSeek V4.
 
     Args:
@@ -25,25 +40,26 @@ def compressed_caches(args: Any, target: Any, draft: Any, window_tokens: int | N
         target: its DeepSeekV4TokenToKVPool.
         draft: its draft model's pool; None if it has none.
         window_tokens: how long the window is; None if its scheduler does not say it.
+        layers: how many the whole model has; None if all are on this rank.
 
     Raises:
         LayoutError: if SGLang's lists are not what its pool has, or there is something that kvferry does not transfer.
     """
     _check(args, target, draft)
     kv = _Listed("keys and values", args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
-    uncut = [*_latents(target, kv)]
+    of_target, of_draft = _layers(target, layers), _Layers()
+    uncut = [*_latents(target, kv, of_target)]
     kv.check_empty()
-    of_draft = False, True
-    seen: dict[str, int] = {}
+    seen: set[str] = set()
     for number, kind in enumerate(args.state_types):
         name = kind.value
-        is_drafts = of_draft[seen.setdefault(name, 0)]
-        seen[name] += 1
-        pool = draft if is_drafts or name == "request_row" else target
+        is_drafts = name == "request_row" or name in seen
+        seen.add(name)
+        pool, mine = (draft, of_draft) if is_drafts else (target, of_target)
         listed = _Listed(
             name, *(each[number] for each in (args.state_data_ptrs, args.state_data_lens, args.state_item_lens))
         )
-        uncut += _READERS[name](pool, listed, "draft " if pool is draft else "")
+        uncut += _READERS[name](pool, listed, "draft " if is_drafts else "", mine)
         listed.check_empty()
     return Caches(
         kv=NOTHING,
@@ -53,9 +69,64 @@ def compressed_caches(args: Any, target: Any, draft: Any, window_tokens: int | N
     )
 
 
-def ring_places(target: Any) -> int | None:
-    """Returns how many rows of a pool's rings a request has; None if windows are in no rings."""
-    return int(target.unified_swa_ring_size) if getattr(target, "_unified_kv", False) is True else None
+def rings_of(target: Any) -> Rings | None:
+    """Returns how long the rings of a rank's pool are; None if it is another model's."""
+    if type(target).__name__ != POOL:
+        return None
+    lengths = {each.ratio: int(each.ring_size) for each in target.compress_state_pools if each is not None}
+    return Rings(
+        page_tokens=int(target.swa_page_size),
+        window=int(target.unified_swa_ring_size) if target._unified_kv else None,
+        overlap=lengths.get(4),
+        pair=lengths.get(2),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layers:
+    """The layers of a rank among those of the model.
+
+    Attributes:
+        ratios: the compression of every layer of the model; none if all of its layers are on this rank.
+        first: the number of this rank's first layer.
+    """
+
+    ratios: tuple[int, ...] = ()
+    first: int = 0
+
+    def compressed_by(self, ratio: int) -> Stage:
+        """Returns those of one compression."""
+        return Stage(self.ratios[: self.first].count(ratio), self.ratios.count(ratio)) if self.ratios else Stage()
+
+    def with_windows(self) -> Stage:
+        """Returns all: every layer has a window."""
+        return Stage(self.first, len(self.ratios)) if self.ratios else Stage()
+
+
+def _layers(pool: Any, total: int | None) -> _Layers:
+    """Returns which layers of the model a pool has.
+
+    Args:
+        total: how many layers the model has; None if the pool has all.
+
+    Raises:
+        LayoutError: if nothing says how long something is that layers of other stages have.
+    """
+    if total is None:
+        return _Layers()
+    ratios = tuple(pool.compression_ratios[:total])
+    if {1, 2}.intersection(ratios):
+        raise LayoutError(
+            "layers are compressed by 1 or 2, of which some read what others have, perhaps on another pipeline stage: "
+            "SGLang does not serve DeepSeek V4.1 so. Leave --pp-size away"
+        )
+    held = set(ratios[pool._stage_start : pool._stage_end])
+    if missing := sorted(set(ratios) - held - {0}):
+        raise LayoutError(
+            f"no layer of this pipeline stage is compressed by {' or '.join(map(str, missing))}, and nothing says how "
+            "long its cache is elsewhere: divide layers so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
+        )
+    return _Layers(ratios, pool._stage_start)
 
 
 class _Listed:
@@ -65,11 +136,11 @@ class _Listed:
         self._name, self._at = name, 0
         self._addresses, self._lengths, self._items = addresses, lengths, items
 
-    def take(self, count: int, *, rows: int = 1) -> Buffers:
+    def take(self, count: int, *, places: int = 1) -> Buffers:
         """Returns the next ones.
 
         Args:
-            rows: how many of SGLang's items make one.
+            places: how many of ours one of SGLang's items has.
         """
         start, self._at = self._at, self._at + count
         if self._at > len(self._addresses):
@@ -78,7 +149,7 @@ class _Listed:
         return Buffers(
             tuple(self._addresses[part]),
             tuple(self._lengths[part]),
-            tuple(item * rows for item in self._items[part]),
+            tuple(item // places for item in self._items[part]),
         )
 
     def check_empty(self) -> None:
@@ -116,24 +187,26 @@ def _check(args: Any, target: Any, draft: Any) -> None:
         )
 
 
-def _uncut(name: str, buffers: Buffers, packing: str | None, group: str, *, rows: int = 1) -> Uncut:
+def _uncut(
+    name: str, buffers: Buffers, packing: str | None, group: str, stage: Stage, *, window_tokens: int | None = None
+) -> Uncut:
     layers = tuple(range(len(buffers)))
-    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), rows)
+    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), window_tokens, stage)
 
 
-def _latents(pool: Any, listed: _Listed) -> Iterator[Uncut]:
+def _latents(pool: Any, listed: _Listed, layers: _Layers) -> Iterator[Uncut]:
     """Yields latents and their index, compression by compression, as `get_contiguous_buf_infos` lists them."""
-    stage = pool.compression_ratios[pool._stage_start : pool._stage_end]
+    here = pool.compression_ratios[pool._stage_start : pool._stage_end]
     for ratio, latents in pool.kv_pools.items():
+        count, stage = here.count(ratio), layers.compressed_by(ratio)
         if pool._unified_kv:
-            layers = stage.count(ratio)
             order = f"SGLang's rows of {pool.page_size // ratio} tokens"
-            yield _uncut(f"latent of {ratio}", listed.take(layers), order, KV_GROUP)
+            yield _uncut(f"latent of {ratio}", listed.take(count), order, KV_GROUP, stage)
             if pool._unified_kv_fp8:
-                yield _uncut(f"rope of {ratio}", listed.take(layers), order, KV_GROUP)
+                yield _uncut(f"rope of {ratio}", listed.take(count), order, KV_GROUP, stage)
         elif latents is not None:
             order = f"SGLang's {_name(latents)} of {latents.page_size} tokens"
-            yield _uncut(f"latent of {ratio}", listed.take(len(latents.kv_buffer)), order, KV_GROUP)
+            yield _uncut(f"latent of {ratio}", listed.take(len(latents.kv_buffer)), order, KV_GROUP, stage)
         index = pool.index_pools.get(ratio)
         if index is None:
             continue
@@ -142,10 +215,10 @@ def _latents(pool: Any, listed: _Listed) -> Iterator[Uncut]:
             f"{'4' if index.use_fp4_indexer else '8'} bits{', rows of 8' if index.index_k_page8 else ''}"
         )
         if index.uses_aiter_fp4_layout:
-            yield _uncut(f"index of {ratio}", listed.take(index.layer_num), order, KV_GROUP)
-            yield _uncut(f"scale of index of {ratio}", listed.take(index.layer_num), order, KV_GROUP)
+            yield _uncut(f"index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
+            yield _uncut(f"scale of index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
         else:
-            yield _uncut(f"index of {ratio}", listed.take(len(index.index_k_with_scale_buffer)), order, KV_GROUP)
+            yield _uncut(f"index of {ratio}", listed.take(len(index.index_k_with_scale_buffer)), order, KV_GROUP, stage)
 
 
 def _name(pool: Any) -> str:
@@ -153,44 +226,57 @@ def _name(pool: Any) -> str:
     return "uniform_fp8" if type(pool).__name__ == "DeepSeekV4UniformFP8KVPool" else str(pool.kv_layout.value)
 
 
-def _windows(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+def _windows(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields windows, and what layers have not compressed of them: in pages, as the windows, or in rings of requests.
 
     SGLang lists rings of requests beside the windows' pages, too, although they have no such pages.
     """
     if pool.swa_kv_pool is not None:
         order = f"SGLang's {_name(pool.swa_kv_pool)} of {pool.swa_kv_pool.page_size} tokens"
-        yield _uncut(f"{prefix}window latent", listed.take(len(pool.swa_kv_pool.kv_buffer)), order, WINDOW_GROUP)
+        buffers = listed.take(len(pool.swa_kv_pool.kv_buffer))
+        yield _uncut(f"{prefix}window latent", buffers, order, WINDOW_GROUP, layers.with_windows())
     for what, states in (("latent", pool.compress_state_pools), ("index", pool.indexer_compress_state_pools)):
         here = [each for each in states if each is not None and not each.request_scoped]
         if not here:
             continue
-        name = f"{prefix}pending {what} of {here[0].ratio}"
-        packing, group = (None, RING_GROUP) if pool._unified_kv else (f"SGLang's ring, {_dtype(here[0])}", WINDOW_GROUP)
-        yield _uncut(name, listed.take(len(here)), packing, group, rows=here[0].ring_size)
+        # Rings of pages have OVERLAP_TOKENS of each page of the window, of which the first need not be whole.
+        pages = 1 if pool._unified_kv else -(-pool.sliding_window // pool.swa_page_size) + 1
+        yield _uncut(
+            f"{prefix}pending {what} of {here[0].ratio}, {_dtype(here[0])}",
+            listed.take(len(here), places=here[0].ring_size),
+            None,
+            OVERLAP_GROUP,
+            layers.compressed_by(here[0].ratio),
+            window_tokens=OVERLAP_TOKENS * pages,
+        )
 
 
-def _rings(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
-    """Yields windows in rings of requests: SGLang's items are rows of them."""
-    rows = pool.unified_swa_ring_size
+def _rings(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
+    """Yields windows in rings of requests: SGLang's items are places in them."""
     kinds = ("latent", "rope") if pool._unified_kv_fp8 else ("latent",)
     for kind in kinds:
-        buffers = listed.take(len(pool.unified_kv_pool.kv_buffer), rows=rows)
-        yield _uncut(f"{prefix}window {kind}", buffers, None, RING_GROUP, rows=rows)
+        buffers, window_tokens = listed.take(len(pool.unified_kv_pool.kv_buffer)), pool.unified_swa_window
+        name, stage = f"{prefix}window {kind}", layers.with_windows()
+        yield _uncut(name, buffers, None, RING_GROUP, stage, window_tokens=window_tokens)
 
 
-def _pending(pool: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+def _pending(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields what layers have not compressed of a request's last tokens, in a place of the request's own."""
     here = [each for each in pool.compress_state_pools if each is not None and each.request_scoped]
     first = here[0]
     name = f"{prefix}{'sum' if first.online else 'pending latent'} of {first.ratio}"
+    stage = layers.compressed_by(first.ratio)
+    if first.ratio == 2:
+        buffers = listed.take(len(here), places=first.ring_size)
+        yield _uncut(name, buffers, None, PAIR_GROUP, stage, window_tokens=PAIR_TOKENS)
+        return
     # A ring of 128 tokens is one item, of which a request may have several: sides may have another number of them.
-    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, rows=first.ring_size if first.ratio == 2 else 1)
+    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, stage)
 
 
-def _rows(_: Any, listed: _Listed, prefix: str) -> Iterator[Uncut]:
+def _rows(_: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields where the draft model's windows begin."""
-    yield _uncut(f"{prefix}window begin", listed.take(1), None, ROW_GROUP)
+    yield _uncut(f"{prefix}window begin", listed.take(1), None, ROW_GROUP, layers.with_windows())
 
 
 def _dtype(pool: Any) -> str:

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from kvferry.engines.contract import Attributes, Line, Members, Mentions, Signature
+from kvferry.engines.contract import Attributes, Call, Line, Members, Mentions, Signature
 from kvferry.engines.sglang.names import MOVE_GATE, where
 
+_MODEL = "sglang.srt.configs.model_config"
 _POOLS = "sglang.srt.mem_cache.memory_pool"
 _COMPRESSED = "sglang.srt.mem_cache.deepseek_v4_memory_pool:DeepSeekV4TokenToKVPool"
 _POOLED = "sglang.srt.mem_cache.qsa_kv_pool:QSATokenToKVPool"
@@ -55,9 +56,11 @@ INDEXED: tuple[Line, ...] = (
     ),
     Mentions(
         f"{_POOLS}:MiniMaxSparseKVPool.__init__",
-        ("main_pool", "index_k_pool", "_dense_layer_ids"),
-        "each of its pools is described",
+        ("main_pool", "index_k_pool", "_dense_layer_ids", "sparse_layer_id_mapping"),
+        "each of its pools is described, and which layers it has",
     ),
+    Call(f"{_MODEL}:get_minimax_sparse_attention_config", 1, (), "which layers MiniMax has is read from it"),
+    Call(f"{_MODEL}:get_minimax_sparse_layer_ids", 1, (), "layers without sparse attention come before those with it"),
     Signature("sglang.srt.server_args:ServerArgs._unified_memory_pd_transfer_backends", "self", "our hook adds to it"),
     Signature(where(MOVE_GATE), "scheduler", "our hook on it keeps pages of failed requests where they are"),
     Mentions(

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from kvferry import MemoryKind, RankLayout
 from kvferry.engines.layer_ranges import LayerRanges
+from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.device_events import DeviceEvent
 from kvferry.engines.sglang.layouts import DENSE, DRAFT, KV_GROUP
 from kvferry.errors import UsageError
@@ -151,7 +152,8 @@ def layer_steps(args: Any, layout: RankLayout, most: int) -> LayerSteps | None:
         )
     pool, layer_ids = _pool_of_layers(args.kvferry_pools.target)
     ranges = ranges_of(layout, most)
-    if ranges.count == 1 or len(layer_ids) != len(ranges.held):
+    # DeepSeek V4 numbers layers by compression: there may be as many numbers, in another order.
+    if ranges.count == 1 or len(layer_ids) != len(ranges.held) or type(pool).__name__ == compressed.POOL:
         log.warning(
             "KVFERRY_LAYER_RANGES is %d, but all layers leave when their step is over: %s",
             most,

@@ -23,6 +23,8 @@ TAIL_GROUP = "index tail"
 RING_GROUP = "window ring"
 PENDING_GROUP = "pending index"
 COMPRESSION_GROUP = "pending compression"
+OVERLAP_GROUP = "pending overlap"
+PAIR_GROUP = "pending pair"
 ROW_GROUP = "request row"
 
 DRAFT_GROUP = "draft"
@@ -35,9 +37,6 @@ DRAFT, DENSE = "draft ", "dense "
 
 _SPARSE = (INDEX_GROUP, TAIL_GROUP)
 """Groups of what DeepSeek V3.2 has beside latents."""
-
-_IN_STAGES = (KV_GROUP, PENDING_GROUP, *_SPARSE)
-"""Groups of what every rank has whole, in which the layers of a pipeline stage are known."""
 
 SHARE = "tensor-parallel share"
 """The axis of what is not cut: as long as there are tensor-parallel ranks, each of which holds the index of its own."""
@@ -52,28 +51,22 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     """
     place = placed(where)
     _check_tokens(caches, place)
-    unstaged = caches.dense, caches.index, *(each for each in caches.uncut if each.group not in _IN_STAGES)
-    if place.pp_size > 1 and any(each is not None for each in unstaged):
-        raise LayoutError(
-            "with pipeline stages DeepSeek V4, and sparse attention other than DeepSeek V3.2's and QSA, cannot be "
-            "described: they need --pp-size 1"
-        )
-    has_attention = bool(len(caches.kv)) or bool(caches.layers)
+    has_attention = bool(len(caches.kv)) or bool(caches.stages.attention.total)
     has_state_alone = bool(caches.state) and caches.window is None
     if not has_attention and not has_state_alone and not any(each.group == KV_GROUP for each in caches.uncut):
         raise LayoutError("this model has no layer with full attention, whose pages a request is sent by")
     pools = _Pools(caches, place, device)
-    stage = Stage(caches.first_layer, caches.layers)
+    stage = caches.stages.attention
     shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)] if has_attention else []
     if caches.dense is not None:
-        shards += pools.attention(DENSE, caches.dense, stage, group=KV_GROUP)
+        shards += pools.attention(DENSE, caches.dense, caches.stages.dense, group=KV_GROUP)
     if caches.index is not None:
         shards += pools.attention("", caches.index, stage, group=KV_GROUP, whole="index of keys")
     if len(caches.draft):
         shards += pools.draft(caches.draft)
     if caches.window is not None:
         shards += pools.attention(
-            "window ", caches.window, caches.window_stage, group=WINDOW_GROUP, window_tokens=caches.window_tokens
+            "window ", caches.window, caches.stages.window, group=WINDOW_GROUP, window_tokens=caches.window_tokens
         )
     if caches.scales is not None:
         shards += pools.attention("scale of ", caches.scales, stage, group=KV_GROUP)
@@ -81,7 +74,7 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
         shards += pools.attention(
             "scale of window ",
             caches.window_scales,
-            caches.window_stage,
+            caches.stages.window,
             group=WINDOW_GROUP,
             window_tokens=caches.window_tokens,
         )
@@ -217,35 +210,33 @@ class _Pools:
         if len(sizes) != 1:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
         (item_bytes,), group = sizes, self._group_of(given)
-        is_of_model = not (given.is_drafts or given.is_in_every_stage)
-        stage = Stage(self._caches.first_layer, self._caches.layers) if is_of_model else Stage()
-        total, mine = _layers(given.count, stage)
-        if item_bytes % given.rows:
-            raise LayoutError(f"{given.name}: {item_bytes} bytes are not a ring of {given.rows} places")
-        places = (Axis("place in the ring", given.rows),) if given.rows > 1 else ()
-        inner = (*places, Axis("byte", item_bytes // given.rows))
+        stage = self._caches.stages.attention if given.stage is None else given.stage
+        total, mine = _layers(given.count, Stage() if given.is_drafts else stage)
+        entry = Entry.REQUEST if given.packing is None else Entry.PAGE
+        if given.window_tokens is not None:
+            entry = Entry.TOKEN
         component = Component(
             name=given.name,
-            axes=(Axis("layer", total), *inner),
+            axes=(Axis("layer", total), Axis("byte", item_bytes)),
             dtype="uint8",
-            entry=Entry.REQUEST if given.packing is None else Entry.PAGE,
+            entry=entry,
             packing=given.packing,
-            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else None,
+            window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else given.window_tokens,
             is_optional=given.is_drafts,
         )
         paging = Paging(
-            page_tokens=1 if given.packing is None else self._caches.page_tokens,
+            page_tokens=self._caches.page_tokens if entry is Entry.PAGE else 1,
             num_pages=self._counts[group],
             page_stride=item_bytes,
-            token_stride=0,
+            token_stride=item_bytes if entry is Entry.TOKEN else 0,
         )
         for start, stop in _runs(given.layers):
             first = mine.start + given.layers[start]
             yield Shard(
                 component=component,
-                box=(Interval(first, first + stop - start), *(Interval(0, axis.size) for axis in inner)),
+                box=(Interval(first, first + stop - start), Interval(0, item_bytes)),
                 addresses=given.buffers.addresses[start:stop],
-                strides=(inner[-1].size, 1)[-len(inner) :],
+                strides=(1,),
                 paging=paging,
                 device=self._device,
                 group=group,
@@ -254,7 +245,7 @@ class _Pools:
 
     def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
         """Yields the shards of recurrent state."""
-        stage, kinds = self._caches.state_stage, [*_kinds(buffers)]
+        stage, kinds = self._caches.stages.state, [*_kinds(buffers)]
         if stage.total is not None and len(counts := {len(layers) for layers in kinds}) > 1:
             raise LayoutError(
                 f"with pipeline stages every layer with recurrent state needs the same kinds of it: {sorted(counts)} "

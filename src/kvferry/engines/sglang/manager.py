@@ -19,7 +19,7 @@ from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankLayout, Receiver
 from kvferry.engines.fingerprint import CacheIdentity
-from kvferry.engines.sglang.compressed import ring_places
+from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
@@ -50,7 +50,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     Attributes:
         state_types: what the rank caches beside keys and values.
-        ring_places: how many places a request's ring of a window has; None where windows are in no rings.
+        rings: how long DeepSeek V4's rings are; None with another model.
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
@@ -108,7 +108,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         totals = totals_by_layer(loaded_modules(apart_from=draft_modules(args))) if is_divided else {}
         caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         self._fingerprint = _identity(args, model).fingerprint()
-        self.ring_places = ring_places(args.kvferry_pools.target)
+        self.rings = rings_of(args.kvferry_pools.target)
         self._layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:

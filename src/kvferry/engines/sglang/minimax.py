@@ -10,8 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Uncut
+from kvferry.engines.sglang.caches import NOTHING, Attention, Buffers, Heads, Uncut
 from kvferry.engines.sglang.layouts import KV_GROUP
+
+MINIMAX_POOLS = ("MiniMaxSparseKVPool", "MiniMaxM3Nvfp4KVPool")
+
+INDEX, DENSE = "minimax_index_k", "minimax_dense_kv"
+"""What SGLang lists apart, by the values of its StateType."""
 
 _FOUR_BITS = "MiniMaxM3Nvfp4MainKVPool"
 
@@ -56,6 +61,32 @@ def index_of_rows(pool: Any, rows: Buffers) -> Uncut:
     """
     packing = f"SGLang's rows of {pool.page_size} index keys of 4 bits"
     return Uncut("index", tuple(range(len(rows))), len(rows), rows, packing, KV_GROUP)
+
+
+def layers_of_model(model: Any) -> tuple[list[int], list[int]]:
+    """Returns the numbers of a model's layers without sparse attention, and of those with it.
+
+    Args:
+        model: a ModelConfig.
+    """
+    from sglang.srt.configs.model_config import get_minimax_sparse_attention_config, get_minimax_sparse_layer_ids
+
+    dense, sparse = get_minimax_sparse_layer_ids(get_minimax_sparse_attention_config(model.hf_config))
+    return [*dense], [*sparse]
+
+
+def of_stage(apart: dict[str, Attention], full: Attention, model: Any) -> dict[str, Attention]:
+    """Returns what a pipeline stage has of what SGLang lists apart; nothing where none of its layers have any.
+
+    Args:
+        apart: what SGLang lists of the stage.
+        full: its keys and values of layers with sparse attention.
+        model: the ModelConfig.
+    """
+    nothing = {INDEX: replace(NOTHING, pages=full.pages)}
+    if layers_of_model(model)[0]:
+        nothing[DENSE] = replace(NOTHING, heads=full.heads, pages=full.pages)
+    return nothing | apart
 
 
 def _part(pool: Any, rows: Buffers, kinds: Sequence[Sequence[Any]], heads: Heads) -> Attention:

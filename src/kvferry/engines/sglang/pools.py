@@ -16,7 +16,7 @@ from typing import Any
 from kvferry import RankCoordinates
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stages, StateBuffer, Uncut
 from kvferry.engines.sglang.companions import (
     check_listed,
     index_of,
@@ -27,7 +27,15 @@ from kvferry.engines.sglang.companions import (
     tails_of,
 )
 from kvferry.engines.sglang.heads import total_of
-from kvferry.engines.sglang.minimax import heads_of_rows, index_of_rows, is_of_rows, parts_of_rows
+from kvferry.engines.sglang.minimax import (
+    DENSE,
+    INDEX,
+    heads_of_rows,
+    index_of_rows,
+    is_of_rows,
+    of_stage,
+    parts_of_rows,
+)
 from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.engines.sglang.stages import stages_of
 from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
@@ -166,7 +174,8 @@ def caches_of(
     name = check_pool(pools.target, "layers of this model")
     check_states(args.state_types, twice=_TWICE.get(name, ()))
     if name == compressed.POOL:
-        return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens)
+        layers = model.num_hidden_layers if place.pp_size > 1 else None
+        return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens, layers=layers)
     main = next((inner for each in _INNER if (inner := getattr(pools.target, each, None)) is not None), pools.target)
     windowed = pools.target.swa_kv_pool if name in ("SWAKVPool", "UnifiedSWAKVPool") else None
     claims = _claimed_heads(model, totals, main, windowed)
@@ -212,14 +221,15 @@ def caches_of(
         elif kind.value in ("qsa_pending", "qsa_compressed"):
             read_keys = pending_keys_of if kind.value == "qsa_pending" else pooled_keys_of
             uncut += read_keys(pools.target, pools.draft, given)
-        elif kind.value == "minimax_index_k" and is_of_rows(main):
+        elif kind.value == INDEX and is_of_rows(main):
             uncut.append(index_of_rows(pools.target.index_k_pool, given))
-        elif kind.value in ("minimax_index_k", "minimax_dense_kv"):
-            apart[kind.value] = Attention(given, full.heads if kind.value == "minimax_dense_kv" else None)
+        elif kind.value in (INDEX, DENSE):
+            apart[kind.value] = Attention(given, full.heads if kind.value == DENSE else None)
         else:
             holder = _mamba_pool(pools)
             state = state_of(holder, given) or tuple(_state_buffers(args, number, given, holder, recurrent, place))
-    stages = stages_of(args, model, recurrent, pools.target) if place.pp_size > 1 else (Stage(), Stage(), Stage())
+    if place.pp_size > 1 and name == "MiniMaxSparseKVPool":
+        apart = of_stage(apart, full, model)
     return Caches(
         kv=full,
         draft=kv[len(kv) - drafts :],
@@ -231,13 +241,10 @@ def caches_of(
         state=state,
         scales=scales.get("block_scale"),
         window_scales=scales.get("block_scale_swa"),
-        dense=apart.get("minimax_dense_kv"),
-        index=apart.get("minimax_index_k"),
+        dense=apart.get(DENSE),
+        index=apart.get(INDEX),
         uncut=tuple(uncut),
-        first_layer=stages[0].first,
-        layers=stages[0].total,
-        window_stage=stages[1],
-        state_stage=stages[2],
+        stages=stages_of(args, model, recurrent, pools.target) if place.pp_size > 1 else Stages(),
     )
 
 

@@ -101,7 +101,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 total_pages,
                 last=pages,
                 index=whole.get(INDEX_GROUP),
-                ring_places=self.kv_mgr.ring_places,
+                rings=self.kv_mgr.rings,
+                tokens=self._prompt.tokens,
             )
             self._transfer = endpoint.open(
                 self.bootstrap_room,

@@ -272,7 +272,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                     total,
                     last=pages,
                     index=groups.get(INDEX_GROUP),
-                    ring_places=self.kv_mgr.ring_places,
+                    rings=self.kv_mgr.rings,
+                    tokens=self._tokens,
                 )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
             self._transfer.submit(groups, last=is_last, aux=aux, layers=layers, token_part=self._token_part)

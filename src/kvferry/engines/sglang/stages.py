@@ -1,4 +1,4 @@
-"""Which layers of each kind a pipeline stage has: full attention, sliding windows, recurrent state.
+"""Which layers of each kind a pipeline stage has: full and sparse attention, sliding windows, recurrent state.
 
 A stage has neighbouring layers of the model, and of each kind as many as are among them.
 """
@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from kvferry.engines.sglang.caches import Stage
+from kvferry.engines.sglang.caches import Stage, Stages
+from kvferry.engines.sglang.minimax import MINIMAX_POOLS, layers_of_model
 from kvferry.errors import LayoutError
 
 
-def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, Stage, Stage]:
-    """Returns the layers of a stage with full attention, those with windows, and those with recurrent state.
+def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> Stages:
+    """Returns which layers of each kind a pipeline stage has.
 
     Args:
         args: the rank's KVArgs.
@@ -27,10 +28,15 @@ def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, 
     name = type(pool).__name__
     if name == "SWAKVPool":
         full, windows = model.full_attention_layer_ids, model.swa_attention_layer_ids
-        return (
-            _stage(full, getattr(pool.full_kv_pool, "model_layer_ids", None), "full attention"),
-            _stage(windows, getattr(pool.swa_kv_pool, "model_layer_ids", None), "sliding windows"),
-            Stage(),
+        return Stages(
+            attention=_stage(full, getattr(pool.full_kv_pool, "model_layer_ids", None), "full attention"),
+            window=_stage(windows, getattr(pool.swa_kv_pool, "model_layer_ids", None), "sliding windows"),
+        )
+    if name in MINIMAX_POOLS:
+        dense, sparse = layers_of_model(model)
+        return Stages(
+            attention=_stage(sparse, sorted(pool.sparse_layer_id_mapping), "sparse attention"),
+            dense=_stage(dense, sorted(pool._dense_layer_ids), "dense attention"),
         )
     if name in ("HybridLinearKVPool", "QSATokenToKVPool"):
         full, states = recurrent.full_attention_layer_ids, recurrent.mamba2_cache_params.layers
@@ -41,12 +47,11 @@ def stages_of(args: Any, model: Any, recurrent: Any, pool: Any) -> tuple[Stage, 
                 "no layer of this pipeline stage has recurrent state, and nothing says how long it is elsewhere: "
                 "divide layers so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
             )
-        return (
-            _stage(full, [*pool.full_attention_layer_id_mapping], "full attention"),
-            Stage(),
-            _stage(states, held, "recurrent state"),
+        return Stages(
+            attention=_stage(full, [*pool.full_attention_layer_id_mapping], "full attention"),
+            state=_stage(states, held, "recurrent state"),
         )
-    return Stage(pool.start_layer, model.num_hidden_layers), Stage(), Stage()
+    return Stages(attention=Stage(pool.start_layer, model.num_hidden_layers))
 
 
 def _stage(of_model: Sequence[int] | None, held: Sequence[int] | None, kind: str) -> Stage:

@@ -14,6 +14,8 @@ from kvferry.engines.sglang.layouts import (
     COMPRESSION_GROUP,
     DRAFT_GROUP,
     INDEX_GROUP,
+    OVERLAP_GROUP,
+    PAIR_GROUP,
     PENDING_GROUP,
     RING_GROUP,
     ROW_GROUP,
@@ -22,6 +24,7 @@ from kvferry.engines.sglang.layouts import (
     WINDOW_GROUP,
 )
 from kvferry.engines.sglang.placement import Placement
+from kvferry.engines.sglang.rings import Rings
 from kvferry.errors import EngineContractError
 
 POLLS: Mapping[TransferState, int] = {
@@ -60,7 +63,8 @@ def state_pages(
     *,
     last: NDArray[Any],
     index: GroupPages | None = None,
-    ring_places: int | None = None,
+    rings: Rings | None = None,
+    tokens: int = 0,
 ) -> dict[str, GroupPages]:
     """Returns the pages and slots of what a request caches beside keys and values.
 
@@ -72,11 +76,12 @@ def state_pages(
         total_pages: those of the whole request; a window's are the last of them.
         last: the last pages of the request's keys and values.
         index: the last pages of its index, where that has pages of its own.
-        ring_places: how many places a request's ring has, of which SGLang names those in use; None without rings.
+        rings: how long DeepSeek V4's rings are; None without any.
+        tokens: how many the request has.
 
     Raises:
-        EngineContractError: if what lies in pages of keys and values is said to lie in others, or places of several
-            rings are given.
+        EngineContractError: if what lies in pages of keys and values is said to lie in others, or other places of a
+            ring are given than those of the request's last tokens.
     """
     windows = [page_numbers(given) for kind, given in zip(types, indices or [], strict=False) if kind is StateType.SWA]
     groups = {}
@@ -89,16 +94,21 @@ def state_pages(
             _check_equal(kind, pages[max(0, len(pages) - len(expected)) :], expected)
         elif kind is StateType.BLOCK_SCALE_SWA:
             _check_equal(kind, pages, windows[0] if windows else pages)
+        elif kind.value == "c128_state" and rings is not None and rings.pair is not None:
+            groups[PAIR_GROUP] = rings.pair_places(pages, tokens)
         elif kind.value in _SLOTS:
             # A tail's slot comes before which part of its ring is in use: that is the same on both sides.
             groups[_SLOTS[kind.value]] = GroupPages(pages[:1])
         elif kind.value == _RING:
-            groups[RING_GROUP] = GroupPages(_ring_of(pages, ring_places))
+            groups |= _in_rings(rings, pages, tokens)
         elif kind is StateType.SWA:
             if any(each.value == _RING for each in types):
                 continue  # what SGLang lists there is in the request's rings, whatever pages it gives
             _check_equal(kind, pages, windows[0] if windows else pages)
-            groups[WINDOW_GROUP] = GroupPages(pages, total_pages - len(pages))
+            first = total_pages - len(pages)
+            groups[WINDOW_GROUP] = GroupPages(pages, first)
+            if rings is not None and rings.overlap is not None:
+                groups[OVERLAP_GROUP] = rings.overlap_in_pages(pages, first, tokens)
         else:
             groups[STATE_GROUP] = GroupPages(pages)
     return groups
@@ -129,15 +139,12 @@ def whole_pages(
     return found
 
 
-def _ring_of(places: NDArray[Any], ring_places: int | None) -> NDArray[Any]:
-    """Returns the ring that places are in; none if there is no place."""
-    rings = np.unique(places // (ring_places or 1))
-    if ring_places is None or len(rings) > 1:
-        raise EngineContractError(
-            f"SGLang hands in places {places[:4].tolist()}... of a window's ring of {ring_places}: they are in rings "
-            f"{rings[:4].tolist()}, and a request has one"
-        )
-    return rings
+def _in_rings(rings: Rings | None, places: NDArray[Any], tokens: int) -> dict[str, GroupPages]:
+    """Returns where a request's rings have its window, and what is not compressed of it."""
+    if rings is None:
+        raise EngineContractError("SGLang hands in places of a window's ring, and its pool has no rings")
+    groups = {RING_GROUP: rings.window_places(places, tokens)}
+    return groups if rings.overlap is None else groups | {OVERLAP_GROUP: rings.overlap_places(places, tokens)}
 
 
 def _ends_with(pages: NDArray[Any], last: NDArray[Any]) -> bool:
