@@ -71,6 +71,9 @@ RANGES_OF_A_PEER = 512
 _ACCEPT_S = 0.1
 """How long the thread that takes handshakes waits: `close` waits for it, while no other thread of Python's runs."""
 
+_NOTICED_S = 0.1
+"""How long a write that has failed may wait for the news that its peer is gone: the two come by different connections."""
+
 _ENDED, _ON_ITS_WAY, _TIMED_OUT = 1, 0, -2  # what Mooncake says of a transfer; anything else is a failure
 _REFUSED = 0  # in place of a transfer's number
 _NOWHERE = 1  # an address at which nobody has memory
@@ -226,7 +229,9 @@ class MooncakeHandle(TransferHandle):
         copies: all of its ranges.
         posted: how many of them have been posted, from the first on.
         on_their_way: Mooncake's numbers of those that have not ended, the first posted first.
-        problem: why it has failed. What is on its way must end first.
+        failed: what has failed of it; "" if nothing. What is on its way must end first.
+        failed_at: when.
+        problem: what `poll` raises.
     """
 
     connection: MooncakeConnection
@@ -236,8 +241,15 @@ class MooncakeHandle(TransferHandle):
     post_s: float = 0.0
     posted: int = 0
     on_their_way: deque[int] = field(default_factory=deque)
+    failed: str = ""
+    failed_at: float = 0.0
     problem: TransportError | None = None
     report: TransferReport | None = None
+
+    def fail(self, what: str) -> None:
+        """Notes the first failure."""
+        if not self.failed:
+            self.failed, self.failed_at = what, time.monotonic()
 
 
 class Pieces:
@@ -419,8 +431,8 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         copies = copies.cut_at(self._pieces.starts, connection.borders)
         transfer = MooncakeHandle(connection, copies, notification, time.perf_counter())
         self._post_more(transfer)
-        if transfer.problem is not None and not transfer.on_their_way:
-            raise transfer.problem
+        if transfer.failed and not transfer.on_their_way:
+            raise self._problem(transfer)
         transfer.post_s = time.perf_counter() - transfer.began_at
         return transfer
 
@@ -428,14 +440,15 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         """Posts as many of the ranges that are left as may be on their way."""
         connection, copies = transfer.connection, transfer.copies
         if not connection.is_reached:
-            transfer.problem = _gone(connection) if connection.is_lost else None
+            if connection.is_lost:
+                transfer.fail(connection.problem or "was never reached")
             return
         wanted = min(RANGES_OF_A_WRITE - len(transfer.on_their_way), len(copies) - transfer.posted)
         taken = connection.take(wanted) if wanted else 0
         for done, (source, destination, length) in enumerate(copies.part(transfer.posted, taken)):
             number = self._engine.transfer_submit_write(connection.server, source, destination, length)
             if number == _REFUSED:
-                transfer.problem = self._failure(transfer, f"does not take a range of {length} bytes")
+                transfer.fail(f"Mooncake does not take a range of {length} bytes")
                 connection.give_back(taken - done)
                 return
             transfer.on_their_way.append(number)
@@ -451,14 +464,16 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
                 break
             transfer.on_their_way.popleft()
             transfer.connection.give_back(1)
-            if status != _ENDED and transfer.problem is None:
-                transfer.problem = self._failure(transfer, f"failed to write a range (status {status})")
-        if transfer.problem is None and transfer.posted < len(transfer.copies):
+            if status != _ENDED:
+                transfer.fail(f"Mooncake failed to write a range (status {status})")
+        if not transfer.failed and transfer.posted < len(transfer.copies):
             self._post_more(transfer)
         if transfer.on_their_way:
             return None
-        if transfer.problem is not None:
-            raise transfer.problem
+        if transfer.failed:
+            if not transfer.connection.is_lost and time.monotonic() < transfer.failed_at + _NOTICED_S:
+                return None
+            raise self._problem(transfer)
         if transfer.posted < len(transfer.copies):
             return None
         if transfer.notification:
@@ -471,12 +486,18 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         )
         return transfer.report
 
-    def _failure(self, transfer: MooncakeHandle, what: str) -> TransportError:
-        peer = transfer.connection.peer.name
-        said = f"Mooncake {what}, and says why where this process writes its errors"
-        if transfer.connection.is_lost:
-            return PeerDisconnectedError(f"writing to {peer}: the connection to {peer} is gone ({said})")
-        return TransportError(f"writing to {peer}: {said}")
+    def _problem(self, transfer: MooncakeHandle) -> TransportError:
+        """Returns the error of a write that has failed: the same however often it is asked for."""
+        if transfer.problem is None:
+            peer = transfer.connection.peer.name
+            said = f"{transfer.failed}; its log, where this process writes its errors, may say why"
+            if transfer.connection.is_lost:
+                transfer.problem = PeerDisconnectedError(
+                    f"writing to {peer}: the connection to {peer} is gone ({said})"
+                )
+            else:
+                transfer.problem = TransportError(f"writing to {peer}: {said}")
+        return transfer.problem
 
     def _is_on_its_way(self, number: int) -> bool:
         """Returns whether a range is; frees it if not."""
