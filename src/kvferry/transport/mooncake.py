@@ -72,7 +72,7 @@ _ACCEPT_S = 0.1
 """How long the thread that takes handshakes waits: `close` waits for it, while no other thread of Python's runs."""
 
 _NOTICED_S = 0.1
-"""How long a write that has failed may wait for the news that its peer is gone: the two come by different connections."""
+"""How long a write that has failed may wait for the news that its peer is gone, which comes by another connection."""
 
 _ENDED, _ON_ITS_WAY, _TIMED_OUT = 1, 0, -2  # what Mooncake says of a transfer; anything else is a failure
 _REFUSED = 0  # in place of a transfer's number
