@@ -339,6 +339,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         )
         self._channel = MessageChannel(endpoint_name, host, advertised)
         self._pieces = Pieces()
+        self._borders = self._pieces.starts
         self._last_ranges: list[int] = []  # to peers that have died
         self._connecting: list[MessageSender] = []
         self._servers: dict[str, str] = {}  # who was reached under a name of Mooncake's, which keeps what it knew of it
@@ -367,6 +368,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         super().register(regions, device)
         with self._lock:
             pieces = [piece for region in regions for piece in self._pieces.add(region)]
+            self._borders = self._pieces.starts
         if pieces:
             code = self._engine.batch_register_memory(
                 [piece.address for piece in pieces], [piece.length for piece in pieces]
@@ -428,7 +430,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
     def start(self, connection: MooncakeConnection, copies: Copies, notification: bytes) -> MooncakeHandle:
         if connection.is_lost:
             raise _gone(connection)
-        copies = copies.cut_at(self._pieces.starts, connection.borders)
+        copies = copies.cut_at(self._borders, connection.borders)
         transfer = MooncakeHandle(connection, copies, notification, time.perf_counter())
         self._post_more(transfer)
         if transfer.failed and not transfer.on_their_way:
@@ -520,8 +522,8 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         super().close()
         if self._engine is not None:
             self._last_ranges = []
-            if self._pieces.starts.size:
-                self._engine.batch_unregister_memory(self._pieces.starts.tolist())
+            if self._borders.size:
+                self._engine.batch_unregister_memory(self._borders.tolist())
             self._engine = None  # ends its threads and closes its ports, unless a peer is still being reached
             self._channel.close()
 
