@@ -34,7 +34,7 @@ def registry(settings: Settings) -> Iterator[Finding]:
     where = settings.registry_address
     try:
         with create_registry_client(settings) as client:
-            health = client.health()
+            found = list(client.findings())
             engines = client.engines()
     except KVFerryError as problem:
         if settings.registry_url is None:
@@ -42,9 +42,7 @@ def registry(settings: Settings) -> Iterator[Finding]:
             return
         yield error("registry", str(problem), "start it with `kvferry registry`, or mend KVFERRY_REGISTRY_URL")
         return
-    yield good("registry", f"{where} answers, version {health.version}, up for {health.uptime_s:.0f} s")
-    if health.version != __version__:
-        yield warning("registry", f"it runs {health.version}, this is {__version__}", "run the same kvferry everywhere")
+    yield from found
     for engine in engines:
         ranks = f"{len(engine.registrations)} of {engine.world_size} ranks"
         if engine.complete:
