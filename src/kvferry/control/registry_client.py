@@ -327,7 +327,8 @@ class LeaseKeeper:
     """Keeps one rank registered, from a daemon thread, until it is closed.
 
     It renews at a third of the lease. It reports every failure and tries again: after a short time first, then
-    less and less often. A registry that restarted receives the registration with the next renewal.
+    less and less often, or when the registry tells of changes. A registry that restarted receives the registration with
+    the next renewal.
 
     Args:
         client: the registry; the keeper does not close it.
@@ -375,6 +376,8 @@ class LeaseKeeper:
         self._jitter = jitter or _jitter
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._woken = threading.Event()
+        self._is_watching = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -404,6 +407,7 @@ class LeaseKeeper:
         """
         with self._lock:
             self._closing.set()
+            self._woken.set()
             thread = self._thread
         if thread is None:
             return True
@@ -421,8 +425,18 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._closing.wait(self.renew())
+            wait_s = self.renew()
+            if not self.registered.is_set() and not self._is_watching:
+                self._is_watching = True
+                self._client.watch(self._changed)
+            self._woken.wait(wait_s)
+            self._woken.clear()
         self.remove()
+
+    def _changed(self, engine: str | None) -> None:
+        """Tries again at once, where the registry may take now what it did not take before."""
+        if engine in (None, self._registration.engine) and not self.registered.is_set():
+            self._woken.set()
 
     def renew(self) -> float:
         """Tries to register; returns how long to wait until the next try. Only for what runs the keeper."""

@@ -13,6 +13,7 @@ from kvferry.answers import request
 from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
+from kvferry.control.etcd_address import is_etcd
 from kvferry.control.kubernetes import create_kubernetes_client
 from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
 from kvferry.findings import Finding, error, good, warning
@@ -32,15 +33,18 @@ _NOBODY = "kvferry-doctor-asks-for-nobody"
 def registry(settings: Settings) -> Iterator[Finding]:
     """Whether the registry answers, and who is there."""
     where = settings.registry_address
+    found: list[Finding] = []
     try:
         with create_registry_client(settings) as client:
-            found = list(client.findings())
+            found += client.findings()
             engines = client.engines()
     except KVFerryError as problem:
         if settings.registry_url is None:
             yield good("registry", f"none at {where} yet: the first prefill rank will run one")
             return
-        yield error("registry", str(problem), "start it with `kvferry registry`, or mend KVFERRY_REGISTRY_URL")
+        yield from found
+        starting = "start its members" if is_etcd(where) else "start it with `kvferry registry`"
+        yield error("registry", str(problem), f"{starting}, or mend KVFERRY_REGISTRY_URL")
         return
     yield from found
     for engine in engines:
