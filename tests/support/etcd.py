@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ from tests.support.clones import ROOT
 from tests.support.ports import free_ports_in_a_row
 from tests.support.waiting import eventually
 
+_FILLER = "filler-"
 UNPACKED = ROOT / ".etcd/usr/bin/etcd"
 """Where `make etcd` puts Debian's."""
 
@@ -149,6 +151,16 @@ class EtcdCluster:
         """The leases that exist."""
         return [int(each["ID"]) for each in self.ask("lease/leases", {}).get("leases", ())]
 
+    def make_room(self) -> None:
+        """Undoes `fill`, as docs/etcd.md says."""
+        self.ask("kv/deleterange", {"key": _encoded(_FILLER), "range_end": _encoded(_FILLER + "~")})
+        revision = int(self.ask("kv/range", {"key": "AA=="})["header"]["revision"])
+        self.ask("kv/compaction", {"revision": revision, "physical": True})
+        for member in self.members:
+            self.ask("maintenance/defragment", {}, member.number)
+        for alarm in self.ask("maintenance/alarm", {"action": "GET"})["alarms"]:
+            self.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+
     def close(self) -> None:
         """Ends all members."""
         self._http.close()
@@ -169,11 +181,19 @@ class EtcdCluster:
         self.close()
 
 
+def fill(cluster: EtcdCluster) -> None:
+    """Writes until there is no space left."""
+
+    def write(number: int) -> None:
+        cluster.ask("kv/put", {"key": _encoded(f"{_FILLER}{number}"), "value": "A" * 100_000})
+
+    with pytest.raises(AssertionError, match="database space exceeded"):
+        list(map(write, range(200)))
+
+
 def require_passwords(cluster: EtcdCluster, *, user: str, password: str, prefix: str) -> None:
     """Has a cluster let in only root and one user, and that one only to keys that begin with a prefix."""
-    import base64
-
-    first, end = (base64.b64encode(each.encode()).decode() for each in (f"{prefix}/", f"{prefix}0"))
+    first, end = _encoded(f"{prefix}/"), _encoded(f"{prefix}0")
     for path, body in (
         ("user/add", {"name": "root", "password": "the password of root"}),
         ("role/add", {"name": "root"}),
@@ -185,3 +205,7 @@ def require_passwords(cluster: EtcdCluster, *, user: str, password: str, prefix:
         ("enable", {}),
     ):
         cluster.ask(f"auth/{path}", body)
+
+
+def _encoded(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

@@ -12,13 +12,12 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trustme
-from tests.support.etcd import EtcdCluster, require_passwords
+from tests.support.etcd import EtcdCluster, fill, require_passwords
 from tests.support.http_answers import answering, http_answer
 from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
@@ -66,16 +65,6 @@ def client(url: str) -> Iterator[EtcdRegistry]:
 
 def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
-
-
-def fill(etcd: EtcdCluster) -> None:
-    """Writes until there is no space left."""
-    with pytest.raises(AssertionError, match="database space exceeded"):
-        list(map(partial(fill_some, etcd), range(100)))
-
-
-def fill_some(etcd: EtcdCluster, number: int) -> None:
-    etcd.ask("kv/put", {"key": encoded(f"filler-{number}"), "value": "A" * 100_000})
 
 
 class Counted:
@@ -528,13 +517,7 @@ class TestRefusals:
             assert keeper.last_error is None
             (finding,) = [each for each in client.findings() if each.severity is Severity.ERROR]
             assert "has no space left" in finding.what
-            # What docs/etcd.md says to do.
-            etcd.ask("kv/deleterange", {"key": encoded("filler"), "range_end": encoded("filles")})
-            revision = int(etcd.ask("kv/range", {"key": "AA=="})["header"]["revision"])
-            etcd.ask("kv/compaction", {"revision": revision, "physical": True})
-            etcd.ask("maintenance/defragment", {})
-            alarm = etcd.ask("maintenance/alarm", {"action": "GET"})["alarms"][0]
-            etcd.ask("maintenance/alarm", {"action": "DEACTIVATE", **alarm})
+            etcd.make_room()
             client.register(rank(0, engine="another"))
             assert client.engine("another").registrations
 
