@@ -51,10 +51,11 @@ class EtcdLeaseNotFoundError(RegistryError):
 
 
 class _Refusal(msgspec.Struct, frozen=True):
-    """What a member says that does not do what it was asked for."""
+    """What a member says that does not do what it was asked for; why has either name, by its version."""
 
-    error: str
-    code: int = -1
+    code: int
+    error: str = ""
+    message: str = ""
 
 
 _REFUSAL = msgspec.json.Decoder(_Refusal)
@@ -126,19 +127,19 @@ class EtcdMembers:
         away: dict[str, str] = {}
         while True:
             clients = self._connections()
-            first, is_refused = self._current, True
+            first, is_hopeless = self._current, True
             for number in ((first + each) % len(clients) for each in range(len(clients))):
                 try:
                     answer = self._ask_one(clients[number], path, body, kind)
                 except _AwayError as error:
                     why = away[self._address.members[number]] = str(error)
-                    is_refused &= "refused" in why
+                    is_hopeless &= "refused" in why or "SSL" in why
                     if time.monotonic() >= deadline:
                         raise self._unreachable(away) from error.__cause__
                     continue
                 self._current = number
                 return answer
-            if is_refused:  # at once, by all
+            if is_hopeless:  # all said so at once, and will say so again
                 raise self._unreachable(away)
             time.sleep(_PAUSE_S)
 
@@ -192,6 +193,10 @@ class EtcdMembers:
                 with self._lock:
                     self._streams.discard(response)
                 response.close()
+
+    def forget_token(self) -> None:
+        """Has the user get a new token with the next request."""
+        self._token = None
 
     def close(self) -> None:
         """Closes the connections, and ends what is read from them. May be called again."""
@@ -259,7 +264,7 @@ class EtcdMembers:
             if isinstance(error.__context__, requests.RequestException):
                 raise _AwayError(_why(error.__context__)) from error
             raise self._refused(error.detail_text or str(error)) from error
-        except ValueError as error:  # also requests' own, which is none of the next kind only
+        except (ValueError, requests.exceptions.ContentDecodingError) as error:
             raise self._no_etcd(str(error)) from error
         except (requests.RequestException, OSError) as error:
             raise _AwayError(_why(error)) from error
@@ -272,7 +277,7 @@ class EtcdMembers:
             refusal = _REFUSAL.decode(text.encode())
         except (msgspec.MsgspecError, UnicodeEncodeError):
             return self._no_etcd(text)
-        why, user, url = quoted(Exception(refusal.error)), self._access.user, self._address.url
+        why, user, url = quoted(Exception(refusal.message or refusal.error)), self._access.user, self._address.url
         if refusal.code in (_UNAVAILABLE, _DEADLINE):
             return _AwayError(why)
         if refusal.code == _UNAUTHENTICATED or "auth store is old" in why:
@@ -315,6 +320,7 @@ def _session(access: EtcdAccess, answer_s: float) -> Session:
     """Makes the connections: past all proxies, and with an end to every answer."""
     import requests
     from requests.adapters import HTTPAdapter
+    from requests.exceptions import ContentDecodingError
 
     class BoundedAdapter(HTTPAdapter):  # type: ignore[misc]
         """Reads the whole answer here, unless it is to be streamed: so many bytes, for so long, never compressed."""
@@ -327,7 +333,7 @@ def _session(access: EtcdAccess, answer_s: float) -> Session:
                     for piece in response.raw.stream(_PIECE_BYTES, decode_content=False):
                         body += piece
                         if len(body) > _LARGEST_ANSWER_BYTES:
-                            raise requests.ConnectionError(f"it does not end within {_LARGEST_ANSWER_BYTES} bytes")
+                            raise ContentDecodingError(f"it does not end within {_LARGEST_ANSWER_BYTES} bytes")
                         if time.monotonic() > deadline:
                             raise requests.Timeout(f"it did not finish its answer within {answer_s:g} s")
                 except requests.RequestException:
@@ -337,7 +343,7 @@ def _session(access: EtcdAccess, answer_s: float) -> Session:
                 finally:
                     response.close()
                 if response.headers.pop("content-encoding", "identity").lower() != "identity":
-                    raise requests.ConnectionError("it encodes its answers, though asked not to")
+                    raise ContentDecodingError("it encodes its answers, though asked not to")
                 response.raw = io.BytesIO(body)
             return response
 

@@ -78,10 +78,11 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Watched(msgspec.Struct, frozen=True):
-    """What a watch tells: that it has begun, or has ended, or what has happened."""
+    """What a watch tells: that it has begun, or has ended, or what has happened. One that is refused does both."""
 
     created: bool = False
     canceled: bool = False
+    cancel_reason: str = ""
     events: tuple[Event, ...] = ()
 
 

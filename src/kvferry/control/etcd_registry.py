@@ -394,11 +394,16 @@ class EtcdRegistry(Registry):
 
     def _watch(self) -> None:
         body = {"create_request": span(self._root + "engines/")}
+        retry_s = _WATCH_RETRY_S
         while not self._closing.is_set():
             try:
                 for news in self._members.stream("watch", body, Watched, _QUIET_S):
                     if news.canceled:
+                        log.debug("changes at the registry are not told: %s", news.cancel_reason)
+                        self._members.forget_token()  # it may have been that
+                        retry_s = min(2 * retry_s, _QUIET_S)
                         break
+                    retry_s = _WATCH_RETRY_S
                     # What happened before the watch was there was not told: whoever waits must look.
                     names = {None} if news.created else {self._engine_of(_text(each.kv.key)) for each in news.events}
                     for name in names:
@@ -408,7 +413,7 @@ class EtcdRegistry(Registry):
                     log.debug("changes at the registry are not told for now: %s", problem)
             except Exception:
                 log.exception("watching the registry at %s met an unexpected error", self._url)
-            self._closing.wait(_WATCH_RETRY_S)
+            self._closing.wait(retry_s)
 
     def _tell(self, engine: str | None) -> None:
         with self._lock:

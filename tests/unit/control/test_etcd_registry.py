@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
 from kvferry.control.etcd_registry import EtcdRegistry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.errors import (
+    RegistrationRefusedError,
     RegistryAccessError,
     RegistryError,
     RegistryUnreachableError,
@@ -67,6 +68,25 @@ def encoded(text: str) -> str:
     return base64.b64encode(text.encode()).decode()
 
 
+def keys_of(etcd: EtcdCluster, lease: int) -> set[str]:
+    """What is attached to a lease of an engine's, without what all its keys begin with."""
+    keys = etcd.ask("lease/timetolive", {"ID": lease, "keys": True}).get("keys", ())
+    return {base64.b64decode(each).decode().partition("/prefill/")[2] for each in keys}
+
+
+def interrupt(client: EtcdRegistry, wrap: Callable[[Callable[[], Any]], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has a callable called with a registry's next write, which is done when it is called."""
+    ask = client._members.ask
+
+    def interrupted(path: str, body: dict[str, Any], kind: type[Any]) -> Any:
+        if "request_put" not in json.dumps(body):
+            return ask(path, body, kind)
+        monkeypatch.setattr(client._members, "ask", ask)
+        return wrap(lambda: ask(path, body, kind))
+
+    monkeypatch.setattr(client._members, "ask", interrupted)
+
+
 class Counted:
     """Counts what a registry asks of the cluster, by path."""
 
@@ -95,8 +115,7 @@ class TestOneLease:
             list(threads.map(lambda each: clients[each.engine_rank % 8].register(each), ranks))
         assert clients[0].engine("prefill").complete
         (lease,) = set(etcd.leases()) - before
-        keys = etcd.ask("lease/timetolive", {"ID": lease, "keys": True})["keys"]
-        assert len(keys) == 65, "64 ranks, and the engine's own key"
+        assert keys_of(etcd, lease) == {"lease", *(f"ranks/{number}" for number in range(64))}
         for each in clients:
             each.close()
 
@@ -120,6 +139,7 @@ class TestOneLease:
         for each in clients:
             each.close()
 
+    @pytest.mark.full
     def test_any_rank_that_lives_keeps_it(self, url: str):
         """Also when the one that had it granted has died."""
         with EtcdRegistry(url, LEASE_S) as first, EtcdRegistry(url, LEASE_S) as second:
@@ -131,6 +151,21 @@ class TestOneLease:
                     assert rank(1) in second.engine("prefill").registrations
                     time.sleep(0.02)
 
+    def test_a_release_that_is_refused_calls_the_roll(self, etcd: EtcdCluster, url: str):
+        """Who lives follows to the new lease, and nobody renews the old one, to which the dead are attached."""
+        before = set(etcd.leases())
+        with EtcdRegistry(url, 60.0) as lives, EtcdRegistry(url, 60.0) as dies, EtcdRegistry(url, 60.0) as operator:
+            lives.register(rank(0))
+            dies.register(rank(1, incarnation="dead"))
+            (old,) = set(etcd.leases()) - before
+            with pytest.raises(RegistrationRefusedError, match="'dead' is registered"):
+                operator.release("dead")
+            lives.register(rank(0))
+            (new,) = set(etcd.leases()) - before - {old}
+            assert keys_of(etcd, old) == {"ranks/1"}
+            assert keys_of(etcd, new) == {"lease", "ranks/0"}
+
+    @pytest.mark.full
     def test_a_roll_call_leaves_no_moment_without_the_living(
         self, etcd: EtcdCluster, url: str, monkeypatch: pytest.MonkeyPatch
     ):
@@ -162,6 +197,47 @@ class TestOneLease:
         assert client.engine("prefill").registrations == ()
         client.register(rank(0))
         assert client.engine("prefill").registrations == (rank(0),)
+
+    def test_a_rank_that_joins_an_engine_which_has_just_become_another_is_refused(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        """It has read that rank 0 is there, with which it agrees; before it writes, rank 0 leaves and another comes."""
+        with EtcdRegistry(url, 60.0) as first, EtcdRegistry(url, 60.0) as late, EtcdRegistry(url, 60.0) as other:
+            first.register(rank(0))
+
+            def becomes_another(commit: Callable[[], Any]) -> Any:
+                first.remove("prefill", 0, "first")
+                other.register(rank(0, layout_digest="other"))
+                return commit()
+
+            interrupt(late, becomes_another, monkeypatch)
+            with pytest.raises(RegistrationRefusedError, match="'digest' here and 'other' there"):
+                late.register(rank(1))
+            assert late.engine("prefill").registrations == (rank(0, layout_digest="other"),)
+
+    def test_a_rank_that_found_nobody_is_refused_if_somebody_joins_before_it_writes(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ):
+        """Rank 1 joins rank 0, which leaves; in between, somebody else has read that nobody is there."""
+        with EtcdRegistry(url, 60.0) as first, EtcdRegistry(url, 60.0) as joins, EtcdRegistry(url, 60.0) as other:
+            first.register(rank(0))
+
+            def is_overtaken(commit: Callable[[], Any]) -> Any:
+                first.remove("prefill", 0, "first")
+                joined: list[Any] = []
+
+                def founds_too_late(commit_other: Callable[[], Any]) -> Any:
+                    joined.append(commit())
+                    return commit_other()
+
+                interrupt(other, founds_too_late, monkeypatch)
+                with pytest.raises(RegistrationRefusedError, match="'other' here and 'digest' there"):
+                    other.register(rank(0, layout_digest="other"))
+                return joined[0]
+
+            interrupt(joins, is_overtaken, monkeypatch)
+            joins.register(rank(1))
+            assert joins.engine("prefill").registrations == (rank(1),)
 
     def test_a_write_whose_answer_was_lost_is_found_done(self, client: EtcdRegistry, monkeypatch: pytest.MonkeyPatch):
         ask = client._members.ask
@@ -315,22 +391,19 @@ class TestAccess:
         assert "without TLS" in caplog.text
         assert PASSWORD not in caplog.text
 
-    def test_a_token_that_all_members_have_forgotten_is_renewed(self, tmp_path: Path):
+    def test_a_token_that_members_know_no_more_is_renewed(self, tmp_path: Path):
         with EtcdCluster(tmp_path) as etcd:
             require_passwords(etcd, user="kvferry", password=PASSWORD, prefix="/kvferry")
             access = EtcdAccess(user="kvferry", password=PASSWORD)
             with EtcdRegistry(etcd.url, 60.0, access=access) as client:
-                told: list[str | None] = []
-                client.watch(told.append)
                 client.register(rank(0))
-                eventually("a watch is there", lambda: None in told)
-                etcd.members[0].kill()
-                etcd.members[0].start()
-                eventually("it answers again", etcd.has_leader)
-                told.clear()
-                eventually("the watch is back", lambda: None in told)
+                client._members._token = "forgotten.1"
                 client.register(rank(0))
                 assert client.engine("prefill").registrations == (rank(0),)
+                client._members._token = "forgotten.1"
+                told: list[str | None] = []
+                client.watch(told.append)
+                eventually("the watch has begun", lambda: None in told)
                 with (
                     EtcdRegistry(f"{etcd.url}/elsewhere", access=access) as stranger,
                     pytest.raises(RegistryAccessError, match=r"permission denied.*'kvferry'.*/elsewhere/"),
@@ -423,6 +496,17 @@ class TestOthers:
             assert type(error.value) is RegistryError
             assert client.url in str(error.value)
 
+    @pytest.mark.parametrize("key", ["error", "message"])
+    def test_refusals_of_either_gateway_are_understood(self, key: str):
+        """The newer one, of etcd 3.6, gives the reason another name."""
+        body = json.dumps({"code": 8, key: "etcdserver: mvcc: database space exceeded"}).encode()
+        with (
+            answering(http_answer(body, "429 Too Many Requests")) as url,
+            EtcdRegistry(url.replace("http", "etcd")) as client,
+            pytest.raises(RegistryError, match="has no space left"),
+        ):
+            client.engines()
+
     def test_an_answer_without_end_is_cut(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(etcd_members, "_LARGEST_ANSWER_BYTES", 1000)
         with (
@@ -502,6 +586,7 @@ class TestRefusals:
             assert client.engine("prefill").registrations[0] == rank(0)
             assert keeper.last_error is None
 
+    @pytest.mark.full
     def test_a_full_disk_refuses_what_is_new_and_keeps_what_is_there(self, tmp_path: Path):
         with (
             EtcdCluster(tmp_path, 1, f"--quota-backend-bytes={2**20}") as etcd,
