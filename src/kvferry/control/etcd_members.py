@@ -86,7 +86,7 @@ class EtcdMembers:
         if importlib.util.find_spec("etcd3gw") is None:
             raise SettingsError(
                 f"the registry's url is {address.url}, and etcd3gw, through which kvferry asks an etcd, is not "
-                "installed: pip install 'kvferry[etcd]'"
+                "installed: pip install etcd3gw"
             )
         self._process = OwningProcess()
         self._address = address
@@ -206,7 +206,7 @@ class EtcdMembers:
             session, self._session, self._is_closed = self._session, None, True
             streams = list(self._streams)
         for each in streams:
-            each.raw.shutdown()
+            getattr(each.raw, "shutdown", each.raw.close)()  # before urllib3 2.3 the reader notices later
         if session is not None:
             session.close()
 

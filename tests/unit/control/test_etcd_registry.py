@@ -339,7 +339,7 @@ class TestAddress:
 
     def test_without_the_package_a_sentence_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(SettingsError, match=r"etcd3gw.*not installed: pip install 'kvferry\[etcd\]'"):
+        with pytest.raises(SettingsError, match=r"etcd3gw.*not installed: pip install etcd3gw"):
             create_registry_client(Settings(registry_url="etcd://a:1"))
 
     def test_nixl_stays_on_loopback_only_if_all_members_do(self):

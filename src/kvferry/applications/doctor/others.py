@@ -15,7 +15,7 @@ from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
 from kvferry.control.etcd_address import is_etcd
 from kvferry.control.kubernetes import create_kubernetes_client
-from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError, RegistryAccessError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
@@ -44,7 +44,10 @@ def registry(settings: Settings) -> Iterator[Finding]:
             return
         yield from found
         starting = "start its members" if is_etcd(where) else "start it with `kvferry registry`"
-        yield error("registry", str(problem), f"{starting}, or mend KVFERRY_REGISTRY_URL")
+        remedy = f"{starting}, or mend KVFERRY_REGISTRY_URL"
+        if is_etcd(where) and isinstance(problem, RegistryAccessError):
+            remedy = "docs/etcd.md says who gets in, and how"
+        yield error("registry", str(problem), remedy)
         return
     yield from found
     for engine in engines:
