@@ -175,7 +175,7 @@ class EtcdMembers:
             if self._is_closed:
                 return
             if response.status_code != 200:
-                raise self._refused(response.text)
+                raise self._refused(next(_lines(response), b"").decode(errors="replace"))
             for line in _lines(response):
                 answer = json.loads(line)
                 if not isinstance(answer, dict) or "result" not in answer:
@@ -337,11 +337,12 @@ def _session(access: EtcdAccess, answer_s: float) -> Session:
                         if time.monotonic() > deadline:
                             raise requests.Timeout(f"it did not finish its answer within {answer_s:g} s")
                 except requests.RequestException:
+                    response.close()
                     raise
                 except Exception as error:  # of urllib3, which requests would translate only while it reads itself
-                    raise requests.ConnectionError(str(error)) from error
-                finally:
                     response.close()
+                    raise requests.ConnectionError(str(error)) from error
+                # The connection is free for the next request now: it was read to the end.
                 if response.headers.pop("content-encoding", "identity").lower() != "identity":
                     raise ContentDecodingError("it encodes its answers, though asked not to")
                 response.raw = io.BytesIO(body)

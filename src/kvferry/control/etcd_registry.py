@@ -63,7 +63,7 @@ from kvferry.control.registration_rules import (
     view_of,
 )
 from kvferry.control.registry import OnChange, Registry
-from kvferry.errors import KVFerryError, RegistryError, SettingsError, quoted
+from kvferry.errors import KVFerryError, RegistryError, RegistryUnreachableError, SettingsError, quoted
 from kvferry.findings import Finding, error, good, warning
 from kvferry.protocol.wire.registrations import (
     LONGEST_INCARNATION,
@@ -223,15 +223,13 @@ class EtcdRegistry(Registry):
         """Returns the live ranks of one engine, see `Registry.engine`."""
         check_engine_name(name)
         folder = self._engine_folder(name)
-        live = [held.record.registration for held in self._ranks(self._range(folder, is_folder=True), name).values()]
-        return view_of(name, live) if live else unknown(name, self._names())
+        ranks = self._ranks(self._range(folder, is_folder=True)).get(name)
+        return _view(name, ranks) if ranks else unknown(name, self._names())
 
     def engines(self) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, see `Registry.engines`."""
-        entries = self._range(self._root + "engines/", is_folder=True)
-        names = sorted({name for key in entries if (name := self._engine_of(key)) is not None})
-        live = {name: [held.record.registration for held in self._ranks(entries, name).values()] for name in names}
-        return tuple(view_of(name, ranks) for name, ranks in live.items() if ranks)[:MOST_ENGINES]
+        found = self._ranks(self._range(self._root + "engines/", is_folder=True))
+        return tuple(_view(name, ranks) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
 
     def release(self, endpoint: str) -> None:
         """Tells decode ranks that an endpoint has ended, see `Registry.release`. Refusing, it calls the roll."""
@@ -312,7 +310,7 @@ class EtcdRegistry(Registry):
         key, engine_key = self._keys(registration)
         folder = self._engine_folder(engine)
         entries = self._range(folder, is_folder=True)
-        ranks = self._ranks(entries, engine)
+        ranks = self._ranks(entries).get(engine, {})
         held = ranks.get(rank)
         replaced = () if held is None else replaced_by(registration, held.record.registration, held.record.replaced)
         other = next((each.record.registration for number, each in ranks.items() if number != rank), None)
@@ -408,9 +406,11 @@ class EtcdRegistry(Registry):
                     names = {None} if news.created else {self._engine_of(_text(each.kv.key)) for each in news.events}
                     for name in names:
                         self._tell(name)
-            except KVFerryError as problem:
-                if not self._closing.is_set():
-                    log.debug("changes at the registry are not told for now: %s", problem)
+            except RegistryUnreachableError as problem:
+                log.debug("changes at the registry are not told for now: %s", problem)
+            except KVFerryError as problem:  # such as a password that is wrong, which takes etcd long to find
+                retry_s = min(2 * retry_s, _QUIET_S)
+                log.debug("changes at the registry are not told: %s", problem)
             except Exception:
                 log.exception("watching the registry at %s met an unexpected error", self._url)
             self._closing.wait(retry_s)
@@ -451,14 +451,15 @@ class EtcdRegistry(Registry):
         names = {self._engine_of(key) for key in entries if "/ranks/" in key}
         return tuple(sorted(name for name in names if name is not None))[:MOST_ENGINES]
 
-    def _ranks(self, entries: Mapping[str, KeyValue], engine: str) -> dict[int, _Held]:
-        """Returns the live ranks of an engine, by number. What is no registration, or of another rank, is none."""
-        held = (_held(entries, key) for key in entries if key.startswith(self._engine_folder(engine) + "ranks/"))
-        return {
-            each.record.registration.engine_rank: each
-            for each in held
-            if each is not None and self._keys(each.record.registration)[0] == _text(each.entry.key)
-        }
+    def _ranks(self, entries: Mapping[str, KeyValue]) -> dict[str, dict[int, _Held]]:
+        """Returns the live ranks of engines, by number. What is no registration, or of another rank, is none."""
+        found: dict[str, dict[int, _Held]] = {}
+        for key in entries:
+            held = _held(entries, key) if "/ranks/" in key else None
+            if held is not None and self._keys(held.record.registration)[0] == key:
+                registration = held.record.registration
+                found.setdefault(registration.engine, {})[registration.engine_rank] = held
+        return found
 
     def _range(self, key: str, *, is_folder: bool = False, **options: Any) -> dict[str, KeyValue]:
         """Reads a key, or all that begin with it."""
@@ -487,6 +488,10 @@ def _held(entries: Mapping[str, KeyValue], key: str) -> _Held | None:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVFerryError) as problem:
         log.warning("what the registry has at %r is no registration, and counts as none: %s", key, quoted(problem))
         return None
+
+
+def _view(engine: str, ranks: Mapping[int, _Held]) -> EngineView:
+    return view_of(engine, (held.record.registration for held in ranks.values()))
 
 
 def _text(key: bytes) -> str:
