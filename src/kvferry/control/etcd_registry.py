@@ -343,7 +343,8 @@ class EtcdRegistry(Registry):
             return None
         # In whole seconds, of which the last has begun.
         if now.ttl > 0 and now.ttl + 1 > now.granted_ttl * _RENEWED_BELOW:
-            return _Hold(lease, now.ttl)
+            # A leader that has just been elected counts no lease yet, and says that it lasts for centuries.
+            return _Hold(lease, min(now.ttl, now.granted_ttl))
         renewed = self._members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
         return _Hold(lease, renewed.ttl) if renewed.ttl > 0 else None
 

@@ -26,6 +26,7 @@ from kvferry.applications.doctor import configuration, others
 from kvferry.control import etcd_members, etcd_registry
 from kvferry.control.construction import create_registry_client
 from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd_messages import Lease
 from kvferry.control.etcd_registry import EtcdRegistry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.errors import (
@@ -197,6 +198,21 @@ class TestOneLease:
         assert client.engine("prefill").registrations == ()
         client.register(rank(0))
         assert client.engine("prefill").registrations == (rank(0),)
+
+    def test_a_lease_that_a_new_leader_does_not_count_yet_lasts_no_longer(
+        self, client: EtcdRegistry, monkeypatch: pytest.MonkeyPatch
+    ):
+        """The keeper would come back after a third of what it hears."""
+        ask, granted_s = client._members.ask, int(LEASE_S)
+
+        def uncounted(path: str, body: dict[str, Any], kind: type[Any]) -> Any:
+            if path == "lease/timetolive":
+                return Lease(id=body["ID"], ttl=2**63 // 10**9, granted_ttl=granted_s)
+            return ask(path, body, kind)
+
+        monkeypatch.setattr(client._members, "ask", uncounted)
+        for _ in range(2):
+            assert client.register(rank(0)) == granted_s
 
     def test_a_rank_that_joins_an_engine_which_has_just_become_another_is_refused(
         self, url: str, monkeypatch: pytest.MonkeyPatch
