@@ -34,13 +34,15 @@ TRANSPORT ?= mooncake
 SEEDS ?= 20000
 SEED ?=
 PLANTED ?=
+# The tests' etcd: the one that is installed, or else Debian's, unpacked here.
+ETCD := .etcd/usr/bin/etcd
 # How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
 SOAK_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -48,8 +50,9 @@ help:
 	@echo "make test-all   set up, then run the whole proof, real engines included"
 	@echo "make test-transport  set up, then run tests of several processes over Mooncake (TRANSPORT=package.module:Class)"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
-	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's"
+	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's; and etcd for tests"
 	@echo "make debian-packages  install what some tests need of the system and skip without; as root"
+	@echo "make etcd    get Debian's etcd for the tests, into .etcd, if none is installed"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
@@ -83,7 +86,18 @@ debian-packages:
 		{ apt-get update --quiet --quiet && apt-get install --quiet --quiet --yes --no-install-recommends $(DEBIAN_PACKAGES); }
 
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
-environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
+environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) etcd
+
+etcd: $(ETCD)
+
+# Unpacked, not installed: the package would start a server.
+$(ETCD):
+	@mkdir -p $(dir $@)
+	@if command -v etcd > /dev/null; then ln -s "$$(command -v etcd)" $@; \
+	elif command -v apt-get > /dev/null; then \
+		cd .etcd && { apt-get download etcd-server || { apt-get update && apt-get download etcd-server; }; } && \
+		dpkg --extract etcd-server_*.deb . && rm etcd-server_*.deb; \
+	else echo "no etcd, and no apt-get to get it: the tests of etcd are skipped until etcd is on the PATH"; fi
 
 demo: $(INSTALLED)
 	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
@@ -221,4 +235,4 @@ soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -6,6 +6,7 @@ every decode rank, open the same room number on both sides, and submit chunks of
 
 from kvferry._version import __version__
 from kvferry.control.construction import create_registry, create_registry_client
+from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, Sender, SenderStats
@@ -64,6 +65,7 @@ __all__ = [
     "Receiver",
     "ReceiverStats",
     "Region",
+    "Registry",
     "RegistryClient",
     "RegistryServer",
     "Sender",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import stat
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,8 @@ from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
 
 PREFIX = "KVFERRY_"
+SECRETS = frozenset({"secret", "etcd_password"})
+"""Fields whose values nobody is shown."""
 SHORTEST_SECRET = 16
 LONGEST_SECRET = 4096
 
@@ -78,9 +81,18 @@ class Settings(BaseSettings):
     registry_host: str = Field("127.0.0.1", description="Address that an embedded registry binds to.")
     registry_port: int = Field(8998, ge=0, le=65535, description="Port of an embedded registry; 0 takes any free one.")
     registry_url: str | None = Field(
-        None, description="Where the registry answers; by default at registry_host and registry_port."
+        None,
+        description="Where the registry answers; by default at registry_host and registry_port. "
+        "etcd://a:2379,b:2379,c:2379/prefix names the members of an etcd cluster, etcds:// those that speak TLS, and "
+        "what all keys begin with, else /kvferry; takes etcd3gw.",
     )
-    registry_lease_s: float = Field(10.0, gt=0, le=3600, description="How long a registration lasts without renewal.")
+    registry_lease_s: float = Field(
+        10.0,
+        gt=0,
+        le=3600,
+        description="How long a registration lasts without renewal; of whoever runs the registry, or of prefill ranks "
+        "where it is etcd, in whole seconds.",
+    )
 
     secret: SecretStr | None = Field(
         None,
@@ -101,6 +113,17 @@ class Settings(BaseSettings):
         None,
         description="Certificates (PEM) that clients trust for a registry with TLS; else those that httpx trusts.",
     )
+    etcd_user: str | None = Field(
+        None, min_length=1, max_length=256, description="User at an etcd with authentication; with a password."
+    )
+    etcd_password: SecretStr | None = Field(None, description="The user's password.")
+    etcd_password_file: Path | None = Field(
+        None, description="A file with the password, instead of the password itself; only its owner may read it."
+    )
+    etcd_certificate: Path | None = Field(
+        None, description="Certificate (PEM) that is shown to an etcd that asks its clients for one; with etcd_key."
+    )
+    etcd_key: Path | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
 
     transport: str = Field(
         "nixl",
@@ -304,6 +327,7 @@ class Settings(BaseSettings):
     )
 
     _shared_secret: SecretStr | None = PrivateAttr(None)
+    _etcd_password: SecretStr | None = PrivateAttr(None)
 
     @classmethod
     def settings_customise_sources(
@@ -326,11 +350,12 @@ class Settings(BaseSettings):
                 name = ".".join(str(part) for part in item["loc"])
                 variable = f" ({PREFIX}{name.upper()})" if name else ""
                 # What has no such name, or should have none, may be a secret under a misspelled one.
-                is_shown = name in type(self).model_fields and name != "secret"
+                is_shown = name in type(self).model_fields and name not in SECRETS
                 value = f" = {item['input']!r}" if is_shown else ""
                 problems.append(f"{name}{variable}{value}: {item['msg']}" if name else item["msg"])
             raise SettingsError("; ".join(problems)) from None  # pydantic's error holds the values themselves
         self._shared_secret = self._read_secret()
+        self._etcd_password = self._read_etcd_password()
         self._refuse_open_doors()
 
     @model_validator(mode="after")
@@ -372,6 +397,11 @@ class Settings(BaseSettings):
                 "registry_tls_certificate (KVFERRY_REGISTRY_TLS_CERTIFICATE) and registry_tls_key "
                 "(KVFERRY_REGISTRY_TLS_KEY) belong together: set both, or neither"
             )
+        if (self.etcd_certificate is None) != (self.etcd_key is None):
+            raise ValueError(
+                "etcd_certificate (KVFERRY_ETCD_CERTIFICATE) and etcd_key (KVFERRY_ETCD_KEY) belong together: set "
+                "both, or neither"
+            )
         return self
 
     def _read_secret(self) -> SecretStr | None:
@@ -389,7 +419,31 @@ class Settings(BaseSettings):
         if self.secret_file is None:
             assert self.secret is not None
             return _checked_secret(self.secret.get_secret_value(), "secret (KVFERRY_SECRET)")
-        return _checked_secret(_private_text(self.secret_file), f"the secret in {self.secret_file}")
+        text = _private_text(self.secret_file, "secret_file", "a new secret")
+        return _checked_secret(text, f"the secret in {self.secret_file}")
+
+    def _read_etcd_password(self) -> SecretStr | None:
+        """Reads the password from the setting that has it.
+
+        Raises:
+            SettingsError: if there is one without a user, or a user without one, or others could read it. The message
+                never contains it.
+        """
+        if self.etcd_password is not None and self.etcd_password_file is not None:
+            raise SettingsError(
+                "etcd_password (KVFERRY_ETCD_PASSWORD) and etcd_password_file (KVFERRY_ETCD_PASSWORD_FILE) are both "
+                "set: leave one out"
+            )
+        password = self.etcd_password
+        if self.etcd_password_file is not None:
+            text = _private_text(self.etcd_password_file, "etcd_password_file", "a new password")
+            password = SecretStr(text.strip())
+        if (password is None or not password.get_secret_value()) != (self.etcd_user is None):
+            raise SettingsError(
+                "etcd_user (KVFERRY_ETCD_USER) and its password (KVFERRY_ETCD_PASSWORD_FILE, KVFERRY_ETCD_PASSWORD) "
+                "belong together: set both, or neither"
+            )
+        return password
 
     def _refuse_open_doors(self) -> None:
         """Refuses to listen where others can connect without having to prove that they know a secret."""
@@ -414,12 +468,17 @@ class Settings(BaseSettings):
         return None if self._shared_secret is None else self._shared_secret.get_secret_value()
 
     @property
+    def used_etcd_password(self) -> str | None:
+        """The password for etcd itself, whichever setting has it: not for messages or logs."""
+        return None if self._etcd_password is None else self._etcd_password.get_secret_value()
+
+    @property
     def used_nixl_device(self) -> str | None:
         """The network device that NIXL is told to use; None leaves it to UCX."""
         if self.nixl_device is not None:
             return None if self.nixl_device == "all" else self.nixl_device
-        registry_host = urlsplit(self.registry_address).hostname or ""
-        return "lo" if is_loopback(self.host) and is_loopback(registry_host) else None
+        all_on_loopback = all(map(is_loopback, hosts_of(self.registry_address)))
+        return "lo" if is_loopback(self.host) and all_on_loopback else None
 
     @property
     def forced_path(self) -> TransferPath | None:
@@ -470,13 +529,26 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _private_text(file: Path) -> str:
+def hosts_of(url: str) -> tuple[str, ...]:
+    """Returns the hosts that a registry's URL names, several where commas part them: IPv6 without brackets."""
+    authority = re.split("[/?#]", url.partition("://")[2], maxsplit=1)[0]
+    try:
+        return tuple(urlsplit(f"//{each}").hostname or "" for each in authority.split(","))
+    except ValueError:  # it is refused where it is used
+        return ("",)
+
+
+def _private_text(file: Path, name: str, anew: str) -> str:
     """Reads a file that only its owner may read.
+
+    Args:
+        name: of the setting that names it.
+        anew: what is to be made if others have read it.
 
     Raises:
         SettingsError: if others may read it too, or it cannot be read.
     """
-    where = f"secret_file (KVFERRY_SECRET_FILE) = {str(file)!r}"
+    where = f"{name} ({PREFIX}{name.upper()}) = {str(file)!r}"
     try:
         with file.open("rb") as opened:
             status = os.fstat(opened.fileno())
@@ -485,7 +557,7 @@ def _private_text(file: Path) -> str:
             if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise SettingsError(
                     f"{where}: others than its owner may use it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 "
-                    f"{file}, and make a new secret if strangers were on this machine"
+                    f"{file}, and make {anew} if strangers were on this machine"
                 )
             return opened.read(LONGEST_SECRET + 1).decode()
     except OSError as error:

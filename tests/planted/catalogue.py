@@ -204,7 +204,35 @@ CATALOGUE = (
         "if self.started is None or not process.started:\n            return True",
         "tests/unit/control/test_process_identity.py",
     ),
+    PlantedFault(
+        "every rank asks etcd for a lease of its own",
+        "control/etcd_registry.py",
+        "lease = of_engine.lease or self._granted()",
+        "lease = self._granted()",
+        "tests/unit/control/test_etcd_registry.py",
+    ),
+    PlantedFault(
+        "a rank joins an engine that has become another since it was read",
+        "control/etcd_registry.py",
+        "compared = [unchanged(key, own), unchanged(engine_key, of_engine)]",
+        "compared = [unchanged(key, own)]",
+        "tests/unit/control/test_etcd_registry.py",
+    ),
+    PlantedFault(
+        "a release that is refused calls no roll in etcd",
+        "control/etcd_registry.py",
+        "                    self._call_the_roll(view.engine)\n",
+        "                    pass\n",
+        "tests/unit/control/test_etcd_registry.py",
+    ),
     # ---- endpoint
+    PlantedFault(
+        "a change at the registry during a look-up is forgotten",
+        "endpoint/decode/links.py",
+        "                    self._overtaken.add(link)\n",
+        "                    pass\n",
+        "tests/unit/endpoint/test_watching.py",
+    ),
     PlantedFault(
         "without a proof in reach bytes go directly",
         "endpoint/prefill/paths.py",

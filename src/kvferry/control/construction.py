@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from kvferry.control.credentials import Credentials, ServerCertificate
+from kvferry.control.etcd_address import EtcdAccess, is_etcd
+from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.settings import Settings
@@ -33,18 +36,28 @@ def create_registry(settings: Settings) -> RegistryServer:
     )
 
 
-def create_registry_client(settings: Settings, url: str | None = None) -> RegistryClient:
-    """Makes a client that the registry lets in.
+def create_registry_client(settings: Settings, url: str | None = None) -> Registry:
+    """Makes a client that the registry lets in: of kvferry's own, or of etcd, as the url's scheme says.
 
     Args:
         url: the registry's address; the settings' if None.
 
     Raises:
-        SettingsError: if the url makes no sense.
+        SettingsError: if the url makes no sense, or what it needs is not installed.
     """
+    address = url or settings.registry_address
+    if is_etcd(address):
+        access = EtcdAccess(
+            user=settings.etcd_user,
+            password=settings.used_etcd_password,
+            trusted_certificates=settings.registry_tls_ca,
+            certificate=settings.etcd_certificate,
+            key=settings.etcd_key,
+        )
+        return EtcdRegistry(address, settings.registry_lease_s, access=access)
     credentials = credentials_of(settings)
     return RegistryClient(
-        url or settings.registry_address,
+        address,
         token=credentials.registry_token if credentials else None,
         trusted_certificates=settings.registry_tls_ca,
     )

@@ -23,23 +23,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from functools import lru_cache
 
+from kvferry.control.registration_rules import (
+    check_agreement,
+    named,
+    refuse_release,
+    replaced_by,
+    unknown,
+    view_of,
+)
 from kvferry.errors import RegistrationRefusedError, SettingsError
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import (
     LONGEST_INCARNATION,
     MOST_ENGINES,
-    MOST_NAMED,
     MOST_RANKS,
     MOST_RELEASED,
     EngineView,
     RankRegistration,
     check_text,
 )
-
-_REPLACED_REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +88,7 @@ class Leases:
         for leases in self._leases_by_engine.values():
             for lease in leases.values():
                 if lease.registration.incarnation == incarnation:
-                    raise RegistrationRefusedError(
-                        f"{incarnation!r} is registered, as {_named(lease.registration)} at "
-                        f"{lease.registration.control_address}: if it has really ended, its lease runs out within "
-                        f"{self._lease_s:g} s; try again then"
-                    )
+                    raise refuse_release(lease.registration, self._lease_s)
         remember(self._released, incarnation, None, MOST_RELEASED)
 
     def released(self) -> tuple[str, ...]:
@@ -111,20 +110,11 @@ class Leases:
         held = leases.get(rank)
         replaced: tuple[str, ...] = ()
         if held is not None:
-            replaced = held.replaced_incarnations
-            if registration.incarnation in replaced:
-                raise RegistrationRefusedError(
-                    f"{_named(registration)} at {registration.control_address} (incarnation "
-                    f"{registration.incarnation!r}) was replaced by a newer start at "
-                    f"{held.registration.control_address} (incarnation {held.registration.incarnation!r}): if both "
-                    "are meant to run, give the engines different names"
-                )
-            if registration.incarnation != held.registration.incarnation:
-                replaced = (*replaced, held.registration.incarnation)[-_REPLACED_REMEMBERED:]
+            replaced = replaced_by(registration, held.registration, held.replaced_incarnations)
         # The live others agree with one another, so to agree with one of them is to agree with all.
         other = next((lease.registration for number, lease in leases.items() if number != rank), None)
         if other is not None:
-            self._check_agreement(registration, other)
+            check_agreement(registration, other, self._lease_s)
         if held is None:
             self._check_room(registration, now)
         lease = _Lease(registration, now + self._lease_s, replaced)
@@ -154,9 +144,7 @@ class Leases:
         if leases:
             return _view(name, leases.values())
         self._drop_expired(now)
-        names = tuple(sorted(self._leases_by_engine))
-        others, count = _nearest(name, names), len(names)
-        return EngineView(engine=name, registrations=(), world_size=0, complete=False, others=others, num_others=count)
+        return unknown(name, tuple(sorted(self._leases_by_engine)))
 
     def engines(self, now: float) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name."""
@@ -175,20 +163,6 @@ class Leases:
         for engine in list(self._leases_by_engine):
             self._live_leases(engine, now)
 
-    def _check_agreement(self, registration: RankRegistration, other: RankRegistration) -> None:
-        differences = [
-            f"{name} is {ours!r} here and {theirs!r} there"
-            for name, ours, theirs in _compared(registration, other)
-            if ours != theirs
-        ]
-        if differences:
-            raise RegistrationRefusedError(
-                f"{_named(registration)} at {registration.control_address} differs from the live rank "
-                f"{other.engine_rank} at {other.control_address}: {'; '.join(differences)}. If that one is "
-                f"left over from an earlier start its lease runs out within {self._lease_s:g} s; if it is "
-                "running, stop it or give one of the two engines another name"
-            )
-
     def _check_room(self, registration: RankRegistration, now: float) -> None:
         if registration.world_size > self._max_ranks:
             raise RegistrationRefusedError(
@@ -200,7 +174,7 @@ class Leases:
         self._drop_expired(now)
         if self._is_full_for(registration.engine):
             raise RegistrationRefusedError(
-                f"there is no room for {_named(registration)}: the registry holds {self._rank_count()} live "
+                f"there is no room for {named(registration)}: the registry holds {self._rank_count()} live "
                 f"ranks of at most {self._max_ranks}, in {len(self._leases_by_engine)} engines of at most "
                 f"{self._max_engines}"
             )
@@ -215,28 +189,5 @@ class Leases:
         return sum(map(len, self._leases_by_engine.values()))
 
 
-def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tuple[str, object, object]]:
-    yield "world_size", ours.world_size, theirs.world_size
-    for name in ("tp_size", "cp_size", "pp_size", "dp_size"):
-        yield name, getattr(ours.coordinates, name), getattr(theirs.coordinates, name)
-    yield "layout_digest", ours.layout_digest, theirs.layout_digest
-    yield "protocol_version", ours.protocol_version, theirs.protocol_version
-
-
-def _named(registration: RankRegistration) -> str:
-    return f"rank {registration.engine_rank} of engine {registration.engine!r}"
-
-
 def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:
-    registrations = tuple(sorted((lease.registration for lease in leases), key=lambda one: one.engine_rank))
-    world_size = registrations[0].world_size
-    complete = len(registrations) == world_size
-    return EngineView(engine=engine, registrations=registrations, world_size=world_size, complete=complete)
-
-
-@lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms
-def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
-    def likeness(other: str) -> float:
-        return SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
-
-    return tuple(sorted(names, key=likeness, reverse=True)[:MOST_NAMED])
+    return view_of(engine, (lease.registration for lease in leases))

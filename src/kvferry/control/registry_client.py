@@ -1,4 +1,4 @@
-"""The client of a registry, and what keeps a rank registered there."""
+"""The client of kvferry's own registry, over HTTP, and what keeps a rank registered at any."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -14,9 +14,11 @@ from urllib.parse import quote, urlsplit
 
 import msgspec
 
+from kvferry._version import __version__
 from kvferry.answers import request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
+from kvferry.control.registry import Registry
 from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal
 from kvferry.errors import (
     KVFerryError,
@@ -27,6 +29,7 @@ from kvferry.errors import (
     SettingsError,
     UsageError,
 )
+from kvferry.findings import Finding, good, warning
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
 from kvferry.settings import is_loopback
 
@@ -50,8 +53,8 @@ _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _KEEP_ALIVE_S = 60.0
 
 
-class RegistryClient:
-    """A client of a registry. May be used from several threads at once.
+class RegistryClient(Registry):
+    """A client of kvferry's own registry, over HTTP. May be used from several threads at once.
 
     Args:
         url: the registry's address, such as "http://127.0.0.1:8998"; a path stands before the registry's own.
@@ -97,14 +100,6 @@ class RegistryClient:
     def url(self) -> str:
         """The registry's address, without a slash at the end."""
         return self._url
-
-    def url_for(self, engine: str) -> str:
-        """Returns the address of the registry that is asked for an engine: this one, unless a subclass knows several.
-
-        Args:
-            engine: the prefill engine's name.
-        """
-        return self.url
 
     def register(self, registration: RankRegistration) -> float:
         """Registers a rank, or renews its lease.
@@ -206,6 +201,14 @@ class RegistryClient:
         """
         return self._answer(*self._exchange("GET", "/health"), _HEALTH)
 
+    def findings(self) -> Iterator[Finding]:
+        """Says how the registry is, for `kvferry doctor`."""
+        health = self.health()
+        yield good("registry", f"{self._url} answers, version {health.version}, up for {health.uptime_s:.0f} s")
+        if health.version != __version__:
+            what = f"it runs {health.version}, this is {__version__}"
+            yield warning("registry", what, "run the same kvferry everywhere")
+
     def load(self) -> None:
         """Loads what requests need, without making one: the first is as fast as the others then."""
         self._connections()
@@ -218,14 +221,6 @@ class RegistryClient:
             http, self._http, self._is_closed = self._http, None, True
         if http is not None:
             http.close()
-
-    def __enter__(self) -> RegistryClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _connections(self) -> httpx.Client:
         # Imported at the first request: it would take most of the time that `import kvferry` takes.
@@ -332,7 +327,8 @@ class LeaseKeeper:
     """Keeps one rank registered, from a daemon thread, until it is closed.
 
     It renews at a third of the lease. It reports every failure and tries again: after a short time first, then
-    less and less often. A registry that restarted receives the registration with the next renewal.
+    less and less often, or when the registry tells of changes. A registry that restarted receives the registration with
+    the next renewal.
 
     Args:
         client: the registry; the keeper does not close it.
@@ -353,7 +349,7 @@ class LeaseKeeper:
 
     def __init__(
         self,
-        client: RegistryClient,
+        client: Registry,
         registration: RankRegistration,
         on_problem: Callable[[Exception], None],
         *,
@@ -380,6 +376,8 @@ class LeaseKeeper:
         self._jitter = jitter or _jitter
         self._lock = threading.Lock()
         self._closing = threading.Event()
+        self._woken = threading.Event()
+        self._is_watching = False
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -409,6 +407,7 @@ class LeaseKeeper:
         """
         with self._lock:
             self._closing.set()
+            self._woken.set()
             thread = self._thread
         if thread is None:
             return True
@@ -426,8 +425,18 @@ class LeaseKeeper:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._closing.wait(self.renew())
+            wait_s = self.renew()
+            if not self.registered.is_set() and not self._is_watching:
+                self._is_watching = True
+                self._client.watch(self._changed)
+            self._woken.wait(wait_s)
+            self._woken.clear()
         self.remove()
+
+    def _changed(self, engine: str | None) -> None:
+        """Tries again at once, where the registry may take now what it did not take before."""
+        if engine in (None, self._registration.engine) and not self.registered.is_set():
+            self._woken.set()
 
     def renew(self) -> float:
         """Tries to register; returns how long to wait until the next try. Only for what runs the keeper."""

@@ -167,7 +167,7 @@ class TestSilentClients:
                 with socket.create_connection(server.address, PATIENCE_S) as connection:
                     connection.sendall(said)
                     assert ended(connection)
-            assert client.health()
+            assert client.engines() == ()
 
     def test_dripping_does_not_win_time(self, monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
@@ -195,7 +195,7 @@ class TestSilentClients:
         monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             silent = [socket.create_connection(server.address, PATIENCE_S) for _ in range(12)]
-            assert client.health()
+            assert client.engines() == ()
             assert all(ended(connection) for connection in silent[:8])
             for connection in silent:
                 connection.close()
@@ -258,12 +258,12 @@ class TestTls:
     ):
         monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
         with create_registry(settings) as server, create_registry_client(settings, server.url) as client:
-            assert client.health()
+            assert client.engines() == ()
             silent = [socket.create_connection(server.address, PATIENCE_S) for _ in range(12)]
             assert all(ended(connection) for connection in silent[:8])
             assert client.register(RANK) == 10.0
             with create_registry_client(settings, server.url) as another:
-                assert another.health()
+                assert another.engines()
             for connection in silent:
                 connection.close()
 
@@ -279,7 +279,7 @@ class TestTls:
             with pytest.raises(TimeoutError):
                 patient.recv(1)
             patient.close()
-            assert client.health()
+            assert client.engines() == ()
 
     @pytest.mark.usefixtures("_patient_asyncio")
     @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half of a hello"])
@@ -381,5 +381,5 @@ def test_a_good_head_with_a_body_that_is_no_http_costs_no_traceback(
                     connection.sendall(b"no chunk\r\n\xff\r\n")
                 assert ended(connection)
         with RegistryClient(server.url, token=token) as client:
-            assert client.health()
+            assert client.engines() == ()
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]

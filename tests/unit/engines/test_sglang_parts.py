@@ -12,6 +12,8 @@ from starlette.types import Receive, Scope, Send
 from tests.support.http import Served
 from tests.support.registered_ranks import rank
 
+from kvferry.control.construction import create_registry_client
+from kvferry.control.credentials import Credentials
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.engines.sglang.directory import Announcement, Directory, ask, engine_name, registry_url
@@ -200,3 +202,24 @@ def test_another_engine_behind_the_same_bootstrap_server_is_not_taken_for_the_on
             assert directory.url_for("a") == one.url
             assert moved == [bootstrap.address]  # the next request looks the server up anew
         directory.close()
+
+
+def test_released_endpoints_are_asked_of_the_registry_that_all_share_with_its_secret():
+    secret = "the secret of these tests"
+    with RegistryServer("127.0.0.1", 0, token=Credentials.derived_from(secret).registry_token) as registry:
+        settings = Settings(registry_url=registry.url, secret=secret)
+        with create_registry_client(settings) as operator:
+            operator.release("prefill-0-71-abc")
+        with Directory(settings) as directory:
+            assert directory.released() == ("prefill-0-71-abc",)
+            assert directory.engines() == ()
+
+
+def test_an_etcd_may_be_the_registry_that_all_share():
+    settings = Settings(registry_url="etcd://127.0.0.1:9,127.0.0.1:10")
+    announced = Announcement("a", None)
+    with Directory(settings) as directory, Served(Announced("a", 1)) as bootstrap:
+        directory.add("a", registry_url(bootstrap.address, announced, settings), bootstrap.address)
+        assert directory.url_for("a") == directory.url == settings.registry_url
+        with pytest.raises(RegistryUnreachableError, match=r"127\.0\.0\.1:10: Connection refused"):
+            directory.engine("a")

@@ -7,10 +7,10 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from kvferry.findings import Finding, error, good, warning
-from kvferry.settings import PREFIX, Settings, is_loopback
+from kvferry.settings import PREFIX, SECRETS, Settings, is_loopback
 from kvferry.transport import Diagnosis
 
-_SECRETS = {f"{PREFIX}SECRET"}
+_SECRETS = {f"{PREFIX}{name.upper()}" for name in SECRETS}
 _OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
 """Variables that are no settings, but mean something."""
 

@@ -13,8 +13,9 @@ from kvferry.answers import request
 from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
+from kvferry.control.etcd_address import is_etcd
 from kvferry.control.kubernetes import create_kubernetes_client
-from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError, RegistryAccessError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time
 from kvferry.observe.status import EndpointStatus, Side
@@ -32,19 +33,23 @@ _NOBODY = "kvferry-doctor-asks-for-nobody"
 def registry(settings: Settings) -> Iterator[Finding]:
     """Whether the registry answers, and who is there."""
     where = settings.registry_address
+    found: list[Finding] = []
     try:
         with create_registry_client(settings) as client:
-            health = client.health()
+            found += client.findings()
             engines = client.engines()
     except KVFerryError as problem:
         if settings.registry_url is None:
             yield good("registry", f"none at {where} yet: the first prefill rank will run one")
             return
-        yield error("registry", str(problem), "start it with `kvferry registry`, or mend KVFERRY_REGISTRY_URL")
+        yield from found
+        starting = "start its members" if is_etcd(where) else "start it with `kvferry registry`"
+        remedy = f"{starting}, or mend KVFERRY_REGISTRY_URL"
+        if is_etcd(where) and isinstance(problem, RegistryAccessError):
+            remedy = "docs/etcd.md says who gets in, and how"
+        yield error("registry", str(problem), remedy)
         return
-    yield good("registry", f"{where} answers, version {health.version}, up for {health.uptime_s:.0f} s")
-    if health.version != __version__:
-        yield warning("registry", f"it runs {health.version}, this is {__version__}", "run the same kvferry everywhere")
+    yield from found
     for engine in engines:
         ranks = f"{len(engine.registrations)} of {engine.world_size} ranks"
         if engine.complete:

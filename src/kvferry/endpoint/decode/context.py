@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd
-from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry import Registry
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.observe.observer import Observer
@@ -37,7 +37,7 @@ class DecodeContext:
 
     identity: Identity
     transport: Transport
-    registry: RegistryClient
+    registry: Registry
     settings: Settings
     staging: ReceivingStaging
     platform: Platform

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Collection
 
 from kvferry.control.ends import Connection
-from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
@@ -57,7 +57,7 @@ class DecodeDriver(Loop):
         *,
         platform: Platform,
         observer: Observer,
-        registry: RegistryClient,
+        registry: Registry,
     ) -> None:
         """Registers the memory and starts the thread.
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import SupportsIndex
 
-from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry import Registry
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
@@ -38,7 +38,7 @@ class DecodeEndpoint(Endpoint):
         coordinates: RankCoordinates | None = None,
         settings: Settings | None = None,
         transport: Transport | None = None,
-        registry: RegistryClient | None = None,
+        registry: Registry | None = None,
         fingerprint: Mapping[str, str] | None = None,
         platform: Platform | None = None,
     ) -> None:

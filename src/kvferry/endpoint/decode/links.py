@@ -99,6 +99,8 @@ class Links:
         self.retired: list[Link] = []
         self._callers: list[_Caller] = []
         self._is_closed = False
+        self._is_watching = False
+        self._overtaken: set[Link] = set()  # whose look-up may have missed a change
         self._next_attempt = partial(next, itertools.count(1))
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -198,6 +200,8 @@ class Links:
 
     def _looked_up(self, link: Link, view: EngineView | None, problem: KVFerryError | None, now: float) -> None:
         """Takes what the registry says: greets the ranks if they are all there, else asks again some time."""
+        is_overtaken = link in self._overtaken
+        self._overtaken.discard(link)
         if view is not None and view.registrations:
             link.registrations = view.group(link.key.dp_rank)
             self.refusals.link_looked_up(link)
@@ -207,11 +211,27 @@ class Links:
             link.problem = problem
             if self._is_relied_on(link):
                 self._missed.missed(link.key.engine, problem, now)
-            link.look_up_at = now + link.next_pause_s(self._context.platform.jitter())
+            pause_s = link.next_pause_s(self._context.platform.jitter())
+            link.look_up_at = now if is_overtaken else now + pause_s
+            self._watch()
         else:
             self._missed.found(link.key.engine)
             if view is not None and not link.is_given_up:
                 self._greet(link, view.registrations, now)
+
+    def _watch(self) -> None:
+        """Has links that wait looked up again as soon as the registry tells of a change, if it is one that does."""
+        if not self._is_watching:
+            self._is_watching = True
+            self._context.registry.watch(lambda engine: self._context.submit(partial(self._changed, engine)))
+
+    def _changed(self, engine: str | None, now: float) -> None:
+        for link in self._current.values():
+            if link.state is LinkState.RESOLVING and engine in (None, link.key.engine):
+                if link.look_up_at is None:
+                    self._overtaken.add(link)
+                else:
+                    link.look_up_at = now
 
     def _greet(self, link: Link, registrations: tuple[RankRegistration, ...], now: float) -> None:
         try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvferry.control.credentials import secret_hint
-from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry import Registry
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.wire.registrations import EngineView
 from kvferry.settings import Settings
 
 
-def look_up(registry: RegistryClient, key: LinkKey) -> tuple[EngineView | None, KVFerryError | None]:
+def look_up(registry: Registry, key: LinkKey) -> tuple[EngineView | None, KVFerryError | None]:
     """Looks a group of ranks up, once. Blocks, and never raises.
 
     Returns:

@@ -25,7 +25,8 @@ from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, 
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
 from kvferry.control.pod_identity import pod_of
 from kvferry.control.process_identity import is_gone, this_process
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry import Registry
+from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
@@ -129,7 +130,7 @@ class Platform(ABC):
         """
 
     @abstractmethod
-    def registry(self, settings: Settings, url: str) -> RegistryClient:
+    def registry(self, settings: Settings, url: str) -> Registry:
         """Makes a client of a registry."""
 
     @abstractmethod
@@ -142,7 +143,7 @@ class Platform(ABC):
 
     @abstractmethod
     def keep_registered(
-        self, registry: RegistryClient, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
     ) -> LeaseKeeper:
         """Registers a rank, and keeps it registered until the keeper is closed."""
 
@@ -214,7 +215,7 @@ class SystemPlatform(Platform):
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
         return ZmqConnectingEnd(endpoint, credentials_of(settings))
 
-    def registry(self, settings: Settings, url: str) -> RegistryClient:
+    def registry(self, settings: Settings, url: str) -> Registry:
         return create_registry_client(settings, url)
 
     def serve_registry(self, settings: Settings) -> RegistryServer:
@@ -223,7 +224,7 @@ class SystemPlatform(Platform):
         return server
 
     def keep_registered(
-        self, registry: RegistryClient, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
     ) -> LeaseKeeper:
         keeper = LeaseKeeper(registry, registration, on_problem)
         keeper.start()

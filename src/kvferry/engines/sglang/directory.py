@@ -10,16 +10,22 @@ from __future__ import annotations
 import platform
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 
-from kvferry import EngineView, RegistryClient, Settings, create_registry_client
+from kvferry import EngineView, Registry, Settings, create_registry_client
 from kvferry.answers import Answer, request
 from kvferry.errors import RegistryError, RegistryUnreachableError
+
+if TYPE_CHECKING:
+    from kvferry.control.registry import OnChange
+    from kvferry.findings import Finding
+    from kvferry.protocol.wire.registrations import RankRegistration
 
 ROUTE = "/kvferry"
 """The bootstrap server's path for announcements."""
@@ -127,11 +133,11 @@ class _Place:
         bootstrap_address: of the bootstrap server that announced it.
     """
 
-    registry: RegistryClient
+    registry: Registry
     bootstrap_address: str
 
 
-class Directory(RegistryClient):
+class Directory(Registry):
     """The registries of all prefill engines that requests have named, as one.
 
     A prefill server that is started again may have its registry elsewhere. Where a registry cannot be reached, or does
@@ -144,7 +150,7 @@ class Directory(RegistryClient):
         Args:
             moved: called with a bootstrap server's address when what it announces has changed, on any thread.
         """
-        super().__init__(settings.registry_address)
+        self._named = create_registry_client(settings)  # the one that the settings name
         self._settings = settings
         self._moved = moved
         # Guards the places: the threads that look up prefill servers add, the endpoint's look up ranks.
@@ -166,13 +172,18 @@ class Directory(RegistryClient):
         if known is not None and not is_known:
             known.registry.close()
 
+    @property
+    def url(self) -> str:
+        """The address of the registry that the settings name."""
+        return self._named.url
+
     def url_for(self, engine: str) -> str:
-        """Returns the address of an engine's registry, see `RegistryClient.url_for`."""
+        """Returns the address of an engine's registry, see `Registry.url_for`."""
         place = self._place(engine)
         return self.url if place is None else place.registry.url
 
     def engine(self, name: str) -> EngineView:
-        """Returns the live ranks of one engine, see `RegistryClient.engine`."""
+        """Returns the live ranks of one engine, see `Registry.engine`."""
         place = self._place(name)
         if place is None:
             raise RegistryUnreachableError(f"no request has named a bootstrap server of engine {name!r} yet")
@@ -187,13 +198,45 @@ class Directory(RegistryClient):
         moved = self._place(name) or place
         return moved.registry.engine(name)
 
+    def register(self, registration: RankRegistration) -> float:
+        """Registers a rank at the registry that the settings name, see `Registry.register`."""
+        return self._named.register(registration)
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """Ends a rank's registration there, see `Registry.remove`."""
+        return self._named.remove(engine, engine_rank, incarnation)
+
+    def engines(self) -> tuple[EngineView, ...]:
+        """Returns every engine that is registered there, see `Registry.engines`."""
+        return self._named.engines()
+
+    def release(self, endpoint: str) -> None:
+        """Releases an endpoint there, see `Registry.release`."""
+        self._named.release(endpoint)
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the endpoints that were released there, see `Registry.released`."""
+        return self._named.released()
+
+    def findings(self) -> Iterator[Finding]:
+        """Says how that registry is, see `Registry.findings`."""
+        return self._named.findings()
+
+    def watch(self, changed: OnChange) -> None:
+        """Has changes there told, see `Registry.watch`."""
+        self._named.watch(changed)
+
+    def load(self) -> None:
+        """Loads what requests need, see `Registry.load`."""
+        self._named.load()
+
     def close(self) -> None:
         """Closes all connections."""
         with self._places_lock:
             places = list(self._places.values())
         for place in places:
             place.registry.close()
-        super().close()
+        self._named.close()
 
     def _place(self, engine: str) -> _Place | None:
         with self._places_lock:

@@ -13,6 +13,7 @@ from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.leases import Leases
 from kvferry.control.process_identity import Sight
+from kvferry.control.registry import Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
@@ -363,7 +364,7 @@ class SimulatedPlatform(Platform):
         raise AssertionError("the registry is a process of its own in the simulation")
 
     def keep_registered(
-        self, registry: RegistryClient, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
     ) -> LeaseKeeper:
         self.keeper = SimulatedKeeper(
             registry, registration, _ignore, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)

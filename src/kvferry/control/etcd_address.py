@@ -1,0 +1,126 @@
+"""Where an etcd cluster is, and how it lets us in."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from kvferry.control.credentials import client_context
+from kvferry.errors import SettingsError
+
+_SCHEMES = ("etcd", "etcds")
+DEFAULT_PREFIX = "/kvferry"
+_DEFAULT_PORT = 2379
+
+
+def is_etcd(url: str) -> bool:
+    """Whether a registry's address is that of an etcd cluster."""
+    return url.partition("://")[0].lower() in _SCHEMES
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdUrl:
+    """What an address such as `etcd://a:2379,b:2379,c:2379/kvferry` says.
+
+    Attributes:
+        url: all of it, without a slash at the end.
+        members: host and port of each, IPv6 in brackets.
+        prefix: what all keys begin with, without a slash at the end.
+        has_tls: whether the members speak TLS.
+    """
+
+    url: str
+    members: tuple[str, ...]
+    prefix: str
+    has_tls: bool
+
+    @staticmethod
+    def parsed(url: str) -> EtcdUrl:
+        """Parses an address.
+
+        Raises:
+            SettingsError: if it is none.
+        """
+        scheme, _, rest = url.partition("://")
+        authority, slash, path = rest.partition("/")
+        if "@" in authority:
+            # Not quoted: every message about the registry, this one too, would carry the password into logs.
+            raise SettingsError(
+                "the registry's url carries a user name or a password: give them as KVFERRY_ETCD_USER and "
+                "KVFERRY_ETCD_PASSWORD_FILE"
+            )
+        members = tuple(map(_member, authority.split(",")))
+        is_text = url.isascii() and url.isprintable() and not set(url) & set(" ?#")
+        if not is_etcd(url) or None in members or not is_text:
+            raise SettingsError(
+                f"{url!r} is no address of an etcd cluster: it must read like etcd://a:2379,b:2379,c:2379 or "
+                "etcds://a:2379/prefix (IPv6 in brackets)"
+            )
+        return EtcdUrl(
+            url=url.rstrip("/"),
+            members=tuple(each for each in members if each is not None),
+            prefix=(slash + path).rstrip("/") or DEFAULT_PREFIX,
+            has_tls=scheme.lower() == "etcds",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EtcdAccess:
+    """How a cluster lets us in.
+
+    Attributes:
+        user: at an etcd with authentication.
+        password: the user's.
+        trusted_certificates: PEM file of the certificates that may vouch for members; None trusts those that requests
+            trusts.
+        certificate: PEM file of our own, for members that ask for one.
+        key: PEM file of its private key.
+    """
+
+    user: str | None = None
+    password: str | None = field(default=None, repr=False)
+    trusted_certificates: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+
+    def check(self, *, has_tls: bool) -> None:
+        """Checks that the certificates can be used.
+
+        Args:
+            has_tls: whether the members speak TLS; without it none is used.
+
+        Raises:
+            SettingsError: if one cannot.
+        """
+        if has_tls:
+            client_context(self.trusted_certificates)
+            self._check_own()
+
+    def _check_own(self) -> None:
+        if self.certificate is None or self.key is None:
+            return
+        try:
+            # Without a password of ours OpenSSL would ask for one on the terminal, and wait.
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except (OSError, ValueError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
+            raise SettingsError(
+                f"the certificate {self.certificate} (KVFERRY_ETCD_CERTIFICATE) and its key {self.key} "
+                f"(KVFERRY_ETCD_KEY) cannot be used: {reason}. Both must be PEM files, the key unencrypted and the "
+                "certificate's own"
+            ) from error
+
+
+def _member(text: str) -> str | None:
+    """Returns a member's host and port; None if it is none."""
+    try:
+        parts = urlsplit(f"//{text}")
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        return None
+    if not host or port == 0 or parts.netloc != text:
+        return None
+    return text if port is not None else f"{text.rstrip(':')}:{_DEFAULT_PORT}"

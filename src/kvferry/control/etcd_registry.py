@@ -1,0 +1,499 @@
+"""A registry that survives its hosts: registrations as keys in an etcd cluster.
+
+Under the prefix and a version stand
+
+    engines/{engine}/lease          attached to the engine's lease
+    engines/{engine}/ranks/{rank}   the rank's `RankRegistration`, attached to the same
+    released/{endpoint}             an operator's word, attached to nothing
+
+**One lease an engine.** The first rank has a lease granted and writes the engine's `lease` key, attached to it, where
+none stands; the others attach theirs to that one. Every rank comes back within a third of the lease, as at any
+registry; whoever finds less than two thirds of it left renews it for all. So 64 ranks have one lease in etcd, and it is
+renewed once or twice in a third of it. In between nothing is written.
+
+**A rank that dies among living ones** cannot renew, but the others do. So from time to time, and when an operator
+releases an endpoint, there is a roll call: the `lease` key moves to a new lease, living ranks attach their keys to that
+when they come back, and nobody renews the old one, with which the keys of the dead go. With its last rank an engine's
+lease ends by itself.
+
+**Every write compares.** A rank's key is written only if the engine's `lease` key and the rank's own are as they were
+read; a rank that found no other writes the `lease` key too, and only while there is no other still. So of two layouts
+that race for a name one comes in, and the rules of `leases` hold whichever members answer. A write whose answer was
+lost is found done when it is tried again.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+from urllib.parse import quote, unquote
+
+import msgspec
+
+from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd_members import EtcdLeaseNotFoundError, EtcdMembers
+from kvferry.control.etcd_messages import (
+    Done,
+    KeptAlive,
+    KeyValue,
+    Lease,
+    Range,
+    Status,
+    Transaction,
+    Watched,
+    encoded,
+    has_value,
+    none_but,
+    put,
+    span,
+    unchanged,
+)
+from kvferry.control.registration_rules import (
+    check_agreement,
+    refuse_release,
+    replaced_by,
+    unknown,
+    view_of,
+)
+from kvferry.control.registry import OnChange, Registry
+from kvferry.errors import KVFerryError, RegistryError, RegistryUnreachableError, SettingsError, quoted
+from kvferry.findings import Finding, error, good, warning
+from kvferry.protocol.wire.registrations import (
+    LONGEST_INCARNATION,
+    MOST_ENGINES,
+    MOST_RANKS,
+    MOST_RELEASED,
+    EngineView,
+    RankRegistration,
+    check_engine_name,
+    check_text,
+)
+from kvferry.settings import hosts_of, is_loopback
+
+log = logging.getLogger(__name__)
+
+API_VERSION = 1
+"""Of the keys and their values: other versions have keys of their own."""
+
+ROLL_CALL_LEASES = 6
+"""After as many leases there is a roll call: a rank that died among living ones is listed for one more at most."""
+
+_RENEWED_BELOW = 2 / 3
+_MOST_TRIES = 40  # of writes that others came before: a whole engine may start at once
+_LONGEST_PAUSE_S = 0.1  # between two of them
+_QUIET_S = 5.0  # so long a watch may be silent before another member is asked
+_WATCH_RETRY_S = 0.25
+_CLOSING_S = 1.0
+
+
+class _Record(msgspec.Struct, frozen=True):
+    """The value of a rank's key.
+
+    Attributes:
+        registration: what the rank has registered.
+        replaced: the incarnations of the rank that this one has replaced, the latest last.
+    """
+
+    registration: RankRegistration
+    replaced: tuple[str, ...] = ()
+
+
+# Made here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
+_RECORD = msgspec.json.Decoder(_Record)
+_ABSENT = KeyValue()
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A rank's key as it was read, with what it means."""
+
+    entry: KeyValue
+    record: _Record
+
+
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """That a rank is registered.
+
+    Attributes:
+        lease: what its key is attached to.
+        remaining_s: how long that lasts.
+    """
+
+    lease: int
+    remaining_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """The time in which an engine's ranks are attached to one lease, as far as this process has seen it.
+
+    Attributes:
+        lease: which one.
+        ends_at: when this process calls the roll.
+    """
+
+    lease: int
+    ends_at: float
+
+
+class EtcdRegistry(Registry):
+    """A registry that an etcd cluster keeps. May be used from several threads at once.
+
+    Args:
+        url: the members and what all keys begin with, such as "etcd://a:2379,b:2379,c:2379/kvferry"; etcds for TLS.
+        lease_s: how long a registration lasts without being renewed; rounded up to whole seconds, and etcd may take
+            longer.
+        access: how the cluster lets us in.
+        now: the time, in seconds of a clock that never goes back.
+
+    Raises:
+        SettingsError: if the url is no address of a cluster, etcd3gw is not installed, or a certificate cannot be used.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        lease_s: float = 10.0,
+        *,
+        access: EtcdAccess | None = None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        access = access or EtcdAccess()
+        address = EtcdUrl.parsed(url)
+        self._url = address.url
+        self._lease_s = max(1, math.ceil(lease_s))
+        self._now = now
+        self._members = EtcdMembers(address, access)
+        self._root = f"{address.prefix}/v{API_VERSION}/"
+        self._lock = threading.Lock()
+        self._written: dict[str, _Record] = {}  # by the keys of ranks that this process has registered
+        self._epochs: dict[str, _Epoch] = {}  # by engine
+        self._watchers: list[OnChange] = []
+        self._watching: threading.Thread | None = None
+        self._closing = threading.Event()
+        if not address.has_tls and access.user is not None and not all(map(is_loopback, hosts_of(url))):
+            log.warning(
+                "the registry at %s is asked without TLS: whoever listens on that network learns the password; "
+                "see docs/security.md",
+                self._url,
+            )
+
+    @property
+    def url(self) -> str:
+        """The cluster's address, without a slash at the end."""
+        return self._url
+
+    # ---- what ranks ask -----------------------------------------------------------------------------------------
+
+    def register(self, registration: RankRegistration) -> float:
+        """Registers a rank, or renews its engine's lease if nobody has; see `Registry.register`."""
+        hold = self._renew(registration)
+        for number in range(_MOST_TRIES) if hold is None else ():
+            hold = self._try_to_register(registration)
+            if hold is not None:
+                break
+            self._closing.wait(random.uniform(0, min(2**number * 1e-3, _LONGEST_PAUSE_S)))  # noqa: S311
+        if hold is None:
+            raise self._changes_too_fast(registration.engine)
+        self._call_the_roll_if_due(registration, hold)
+        return hold.remaining_s
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """Ends a rank's registration, see `Registry.remove`."""
+        check_engine_name(engine)
+        key = self._rank_key(engine, engine_rank)
+        self._written.pop(key, None)
+        for _ in range(_MOST_TRIES):
+            held = _held(self._range(key), key)
+            if held is None or held.record.registration.incarnation != incarnation:
+                return False
+            if self._commit([unchanged(key, held.entry)], [{"request_delete_range": {"key": encoded(key)}}]):
+                return True
+        raise self._changes_too_fast(engine)
+
+    def engine(self, name: str) -> EngineView:
+        """Returns the live ranks of one engine, see `Registry.engine`."""
+        check_engine_name(name)
+        folder = self._engine_folder(name)
+        ranks = self._ranks(self._range(folder, is_folder=True)).get(name)
+        return _view(name, ranks) if ranks else unknown(name, self._names())
+
+    def engines(self) -> tuple[EngineView, ...]:
+        """Returns every engine that has a live rank, see `Registry.engines`."""
+        found = self._ranks(self._range(self._root + "engines/", is_folder=True))
+        return tuple(_view(name, ranks) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
+
+    def release(self, endpoint: str) -> None:
+        """Tells decode ranks that an endpoint has ended, see `Registry.release`. Refusing, it calls the roll."""
+        check_text("the endpoint", endpoint, LONGEST_INCARNATION)
+        for view in self.engines():
+            for each in view.registrations:
+                if each.incarnation == endpoint:
+                    self._call_the_roll(view.engine)
+                    raise refuse_release(each, self._lease_s)
+        folder = self._root + "released/"
+        self._members.ask("kv/put", {"key": encoded(folder + quote(endpoint, safe=""))}, Done)
+        oldest = self._range(folder, is_folder=True, sort_target="MOD", sort_order="ASCEND")
+        for key in list(oldest)[:-MOST_RELEASED]:
+            self._members.ask("kv/deleterange", {"key": encoded(key)}, Done)
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the endpoints that operators have released, see `Registry.released`."""
+        folder = self._root + "released/"
+        return tuple(unquote(key[len(folder) :]) for key in self._range(folder, is_folder=True, limit=MOST_RELEASED))
+
+    def findings(self) -> Iterator[Finding]:
+        """Says how the members are, for `kvferry doctor`; see `Registry.findings`."""
+        for member, status in self._members.ask_each("maintenance/status", Status):
+            if isinstance(status, str):
+                yield warning("registry", f"{member} does not answer: {status}", "start it: most members must run")
+            elif not status.leader:
+                yield error("registry", f"{member} has no leader", "start most of the members, and look at their logs")
+            else:
+                role = "leads" if status.leader == status.header.member_id else "follows"
+                size = f"{status.database_bytes / 2**20:.1f} MiB in its database"
+                yield good("registry", f"{member} {role}: etcd {status.version}, {size}")
+            if not isinstance(status, str) and any("NOSPACE" in each for each in status.errors):
+                what = f"{member} has no space left: nothing new can be registered"
+                yield error("registry", what, "compact, defragment, `etcdctl alarm disarm`: docs/etcd.md")
+
+    def watch(self, changed: OnChange) -> None:
+        """Has a callable called when registrations change, and when the cluster may have been away; see `Registry`."""
+        with self._lock:
+            self._watchers.append(changed)
+            if self._watching is None and not self._closing.is_set():
+                self._watching = threading.Thread(target=self._watch, name="kvferry-etcd-watch", daemon=True)
+                self._watching.start()
+
+    def load(self) -> None:
+        """Loads what requests need, see `Registry.load`."""
+        self._members.load()
+
+    def close(self) -> None:
+        """Closes the connections, see `Registry.close`."""
+        with self._lock:
+            self._closing.set()
+            watching = self._watching
+        self._members.close()
+        if watching is not None and watching is not threading.current_thread():
+            watching.join(_CLOSING_S)
+
+    # ---- registering --------------------------------------------------------------------------------------------
+
+    def _renew(self, registration: RankRegistration) -> _Hold | None:
+        """Renews what this process has registered; None if it is not there any more as it was."""
+        key, engine_key = self._keys(registration)
+        record = self._written.get(key)
+        if record is None or record.registration != registration:
+            return None
+        reads = [{"request_range": {"key": encoded(each), "keys_only": True}} for each in (key, engine_key)]
+        body = {"compare": [has_value(key, msgspec.json.encode(record))], "success": reads}
+        answer = self._members.ask("kv/txn", body, Transaction)
+        if not answer.succeeded:
+            return None
+        leases = [each.lease for response in answer.responses for each in response.response_range.kvs]
+        if len(leases) != len(reads) or len(set(leases)) != 1:  # the engine has moved to another one
+            return None
+        return self._kept_alive(leases[0])
+
+    def _try_to_register(self, registration: RankRegistration) -> _Hold | None:
+        """Registers a rank, as the engine is now; None if it has changed meanwhile."""
+        engine, rank = registration.engine, registration.engine_rank
+        key, engine_key = self._keys(registration)
+        folder = self._engine_folder(engine)
+        entries = self._range(folder, is_folder=True)
+        ranks = self._ranks(entries).get(engine, {})
+        held = ranks.get(rank)
+        replaced = () if held is None else replaced_by(registration, held.record.registration, held.record.replaced)
+        other = next((each.record.registration for number, each in ranks.items() if number != rank), None)
+        if other is not None:
+            check_agreement(registration, other, self._lease_s)
+        record = _Record(registration, replaced)
+        own, of_engine = entries.get(key, _ABSENT), entries.get(engine_key, _ABSENT)
+        lease = of_engine.lease or self._granted()
+        compared = [unchanged(key, own), unchanged(engine_key, of_engine)]
+        writes = [put(key, msgspec.json.encode(record), lease)]
+        if other is None:
+            compared += none_but(key, folder + "ranks/")
+        if other is None or not of_engine.lease:
+            writes.append(put(engine_key, b"", lease))
+        try:
+            if not self._commit(compared, writes):
+                if not of_engine.lease:  # another rank has had one granted
+                    self._revoke(lease)
+                return None
+            hold = self._kept_alive(lease)
+        except EtcdLeaseNotFoundError:
+            return None
+        self._written[key] = record
+        return hold
+
+    def _kept_alive(self, lease: int) -> _Hold | None:
+        """Renews a lease, if no other rank has just now; None if it has run out."""
+        now = self._members.ask("lease/timetolive", {"ID": lease}, Lease)
+        if now.ttl < 0:
+            return None
+        # In whole seconds, of which the last has begun.
+        if now.ttl > 0 and now.ttl + 1 > now.granted_ttl * _RENEWED_BELOW:
+            # A leader that has just been elected counts no lease yet, and says that it lasts for centuries.
+            return _Hold(lease, min(now.ttl, now.granted_ttl))
+        renewed = self._members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
+        return _Hold(lease, renewed.ttl) if renewed.ttl > 0 else None
+
+    def _granted(self) -> int:
+        return self._members.ask("lease/grant", {"TTL": self._lease_s}, Lease).id
+
+    def _revoke(self, lease: int) -> None:
+        try:
+            self._members.ask("lease/revoke", {"ID": lease}, Done)
+        except RegistryError as problem:
+            log.debug("lease %x, which nobody uses, was not revoked and will run out: %s", lease, problem)
+
+    # ---- roll calls ---------------------------------------------------------------------------------------------
+
+    def _call_the_roll_if_due(self, registration: RankRegistration, hold: _Hold) -> None:
+        """Calls the roll if the ranks of an engine have been attached to one lease for long."""
+        engine, key = registration.engine, self._keys(registration)[0]
+        now, epoch = self._now(), self._epochs.get(engine)
+        if epoch is None or epoch.lease != hold.lease:
+            # Not all ranks of the engine at once: one is enough.
+            lasts_s = self._lease_s * ROLL_CALL_LEASES * random.uniform(0.75, 1.0)  # noqa: S311
+            self._epochs[engine] = _Epoch(hold.lease, now + lasts_s)
+        elif now >= epoch.ends_at:
+            value = msgspec.json.encode(self._written[key])
+            try:
+                self._call_the_roll(engine, {key: value})
+            except RegistryError as problem:  # the registration stands all the same
+                log.warning("ranks of %r that have died stay registered for now: %s", engine, problem)
+
+    def _call_the_roll(self, engine: str, present: Mapping[str, bytes] = MappingProxyType({})) -> None:
+        """Moves an engine to a new lease, to which its living ranks follow; nothing changes if another does so first.
+
+        Args:
+            present: keys of ranks that follow at once, with their values.
+        """
+        engine_key = self._engine_folder(engine) + "lease"
+        entries = self._range(self._engine_folder(engine), is_folder=True)
+        lease = self._granted()
+        followed = {key: value for key, value in present.items() if key in entries and entries[key].value == value}
+        compared = [unchanged(key, entries.get(key, _ABSENT)) for key in (engine_key, *followed)]
+        writes = [put(key, value, lease) for key, value in {engine_key: b"", **followed}.items()]
+        if not self._commit(compared, writes):
+            self._revoke(lease)
+
+    # ---- watching -----------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        body = {"create_request": span(self._root + "engines/")}
+        retry_s = _WATCH_RETRY_S
+        while not self._closing.is_set():
+            try:
+                for news in self._members.stream("watch", body, Watched, _QUIET_S):
+                    if news.canceled:
+                        log.debug("changes at the registry are not told: %s", news.cancel_reason)
+                        self._members.forget_token()  # it may have been that
+                        retry_s = min(2 * retry_s, _QUIET_S)
+                        break
+                    retry_s = _WATCH_RETRY_S
+                    # What happened before the watch was there was not told: whoever waits must look.
+                    names = {None} if news.created else {self._engine_of(_text(each.kv.key)) for each in news.events}
+                    for name in names:
+                        self._tell(name)
+            except RegistryUnreachableError as problem:
+                log.debug("changes at the registry are not told for now: %s", problem)
+            except KVFerryError as problem:  # such as a password that is wrong, which takes etcd long to find
+                retry_s = min(2 * retry_s, _QUIET_S)
+                log.debug("changes at the registry are not told: %s", problem)
+            except Exception:
+                log.exception("watching the registry at %s met an unexpected error", self._url)
+            self._closing.wait(retry_s)
+
+    def _tell(self, engine: str | None) -> None:
+        with self._lock:
+            watchers = list(self._watchers)
+        for changed in watchers:
+            try:
+                changed(engine)
+            except Exception:
+                log.exception("a watcher of the registry raised an error")
+
+    # ---- keys and values ----------------------------------------------------------------------------------------
+
+    def _engine_folder(self, engine: str) -> str:
+        return f"{self._root}engines/{engine}/"
+
+    def _rank_key(self, engine: str, engine_rank: int) -> str:
+        return f"{self._engine_folder(engine)}ranks/{engine_rank}"
+
+    def _keys(self, registration: RankRegistration) -> tuple[str, str]:
+        """Returns the keys of a rank and of its engine's lease."""
+        engine = registration.engine
+        return self._rank_key(engine, registration.engine_rank), self._engine_folder(engine) + "lease"
+
+    def _engine_of(self, key: str) -> str | None:
+        name, slash, _ = key.removeprefix(self._root + "engines/").partition("/")
+        try:
+            check_engine_name(name)
+        except SettingsError:
+            return None
+        return name if slash else None
+
+    def _names(self) -> tuple[str, ...]:
+        """Returns the names of engines that have live ranks."""
+        entries = self._range(self._root + "engines/", is_folder=True, keys_only=True)
+        names = {self._engine_of(key) for key in entries if "/ranks/" in key}
+        return tuple(sorted(name for name in names if name is not None))[:MOST_ENGINES]
+
+    def _ranks(self, entries: Mapping[str, KeyValue]) -> dict[str, dict[int, _Held]]:
+        """Returns the live ranks of engines, by number. What is no registration, or of another rank, is none."""
+        found: dict[str, dict[int, _Held]] = {}
+        for key in entries:
+            held = _held(entries, key) if "/ranks/" in key else None
+            if held is not None and self._keys(held.record.registration)[0] == key:
+                registration = held.record.registration
+                found.setdefault(registration.engine, {})[registration.engine_rank] = held
+        return found
+
+    def _range(self, key: str, *, is_folder: bool = False, **options: Any) -> dict[str, KeyValue]:
+        """Reads a key, or all that begin with it."""
+        selected = span(key) if is_folder else {"key": encoded(key)}
+        body = {"limit": MOST_RANKS + MOST_ENGINES, **options, **selected}
+        return {_text(each.key): each for each in self._members.ask("kv/range", body, Range).kvs}
+
+    def _commit(self, compared: list[dict[str, Any]], writes: list[dict[str, Any]]) -> bool:
+        """Writes all, if all that is compared is so; else nothing."""
+        return self._members.ask("kv/txn", {"compare": compared, "success": writes}, Transaction).succeeded
+
+    def _changes_too_fast(self, engine: str) -> RegistryError:
+        return RegistryError(
+            f"the registry at {self._url} changes faster than engine {engine!r} can be written: do two engines of "
+            "this name start over and over?"
+        )
+
+
+def _held(entries: Mapping[str, KeyValue], key: str) -> _Held | None:
+    """Returns a rank's key with what it means; None if it is not there, or no registration."""
+    entry = entries.get(key)
+    if entry is None:
+        return None
+    try:
+        return _Held(entry, _RECORD.decode(entry.value))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVFerryError) as problem:
+        log.warning("what the registry has at %r is no registration, and counts as none: %s", key, quoted(problem))
+        return None
+
+
+def _view(engine: str, ranks: Mapping[int, _Held]) -> EngineView:
+    return view_of(engine, (held.record.registration for held in ranks.values()))
+
+
+def _text(key: bytes) -> str:
+    return key.decode(errors="replace")

@@ -1,0 +1,113 @@
+"""What every registry demands of the ranks of an engine, and what it says of them.
+
+Nothing here keeps a registration, and nothing knows who does: `leases` for kvferry's own server, `etcd_registry` for
+etcd. The rules are those of `leases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+from functools import lru_cache
+
+from kvferry.errors import RegistrationRefusedError
+from kvferry.protocol.wire.registrations import MOST_NAMED, EngineView, RankRegistration
+
+_REPLACED_REMEMBERED = 8
+
+
+def replaced_by(registration: RankRegistration, held: RankRegistration, replaced: tuple[str, ...]) -> tuple[str, ...]:
+    """Returns which incarnations of its rank a registration has replaced, the latest last.
+
+    Args:
+        held: what the rank has registered before.
+        replaced: the incarnations that this one had replaced.
+
+    Raises:
+        RegistrationRefusedError: if the registration is of one of these.
+    """
+    if registration.incarnation in replaced:
+        raise RegistrationRefusedError(
+            f"{named(registration)} at {registration.control_address} (incarnation "
+            f"{registration.incarnation!r}) was replaced by a newer start at "
+            f"{held.control_address} (incarnation {held.incarnation!r}): if both "
+            "are meant to run, give the engines different names"
+        )
+    if registration.incarnation != held.incarnation:
+        return (*replaced, held.incarnation)[-_REPLACED_REMEMBERED:]
+    return replaced
+
+
+def check_agreement(registration: RankRegistration, other: RankRegistration, lease_s: float) -> None:
+    """Checks that a rank agrees with a live one of its engine, and so with all: these agree with one another.
+
+    Args:
+        lease_s: within which the other one's lease ends if it is not renewed, in seconds.
+
+    Raises:
+        RegistrationRefusedError: if they differ, naming both values.
+    """
+    differences = [
+        f"{name} is {ours!r} here and {theirs!r} there"
+        for name, ours, theirs in _compared(registration, other)
+        if ours != theirs
+    ]
+    if differences:
+        raise RegistrationRefusedError(
+            f"{named(registration)} at {registration.control_address} differs from the live rank "
+            f"{other.engine_rank} at {other.control_address}: {'; '.join(differences)}. If that one is "
+            f"left over from an earlier start its lease runs out within {lease_s:g} s; if it is "
+            "running, stop it or give one of the two engines another name"
+        )
+
+
+def refuse_release(registration: RankRegistration, lease_s: float) -> RegistrationRefusedError:
+    """Returns the error for an operator who releases an endpoint that is registered.
+
+    Args:
+        lease_s: within which its lease ends if it has ended, in seconds.
+    """
+    return RegistrationRefusedError(
+        f"{registration.incarnation!r} is registered, as {named(registration)} at "
+        f"{registration.control_address}: if it has really ended, its lease runs out within "
+        f"{lease_s:g} s; try again then"
+    )
+
+
+def named(registration: RankRegistration) -> str:
+    """Names a rank in a sentence."""
+    return f"rank {registration.engine_rank} of engine {registration.engine!r}"
+
+
+def view_of(engine: str, live: Iterable[RankRegistration]) -> EngineView:
+    """Returns what a registry says of an engine that has live ranks."""
+    registrations = tuple(sorted(live, key=lambda one: one.engine_rank))
+    world_size = registrations[0].world_size
+    complete = len(registrations) == world_size
+    return EngineView(engine=engine, registrations=registrations, world_size=world_size, complete=complete)
+
+
+def unknown(engine: str, names: tuple[str, ...]) -> EngineView:
+    """Returns what a registry says of an engine of which no rank is live.
+
+    Args:
+        names: of the engines that it knows.
+    """
+    others, count = _nearest(engine, names), len(names)
+    return EngineView(engine=engine, registrations=(), world_size=0, complete=False, others=others, num_others=count)
+
+
+def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tuple[str, object, object]]:
+    yield "world_size", ours.world_size, theirs.world_size
+    for name in ("tp_size", "cp_size", "pp_size", "dp_size"):
+        yield name, getattr(ours.coordinates, name), getattr(theirs.coordinates, name)
+    yield "layout_digest", ours.layout_digest, theirs.layout_digest
+    yield "protocol_version", ours.protocol_version, theirs.protocol_version
+
+
+@lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms
+def _nearest(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    def likeness(other: str) -> float:
+        return SequenceMatcher(None, name.casefold(), other.casefold()).ratio()
+
+    return tuple(sorted(names, key=likeness, reverse=True)[:MOST_NAMED])

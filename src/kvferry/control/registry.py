@@ -1,0 +1,119 @@
+"""What endpoints and commands ask of a registry, whatever keeps the registrations: kvferry's own server, or etcd.
+
+`construction` makes the one that the settings name, by the scheme of its URL.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TypeAlias, TypeVar
+
+from kvferry.findings import Finding
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+
+Self = TypeVar("Self", bound="Registry")
+
+OnChange: TypeAlias = Callable[[str | None], None]
+"""Called with the name of an engine whose registrations have changed; None where any may have."""
+
+
+class Registry(ABC):
+    """A registry, as its clients have it. May be used from several threads at once.
+
+    Every method that asks it raises RegistryUnreachableError if nothing answers, RegistryAccessError if it lets only
+    others in, RegistryError if what answers is no registry or fails, and UsageError once this object was closed, or in
+    a process that was forked from its own.
+    """
+
+    @property
+    @abstractmethod
+    def url(self) -> str:
+        """The registry's address, without a slash at the end."""
+
+    def url_for(self, engine: str) -> str:
+        """Returns the address of the registry that is asked for an engine: this one, unless a subclass knows several.
+
+        Args:
+            engine: the prefill engine's name.
+        """
+        return self.url
+
+    @abstractmethod
+    def register(self, registration: RankRegistration) -> float:
+        """Registers a rank, or renews its lease.
+
+        Returns:
+            How long the lease lasts, in seconds.
+
+        Raises:
+            RegistrationRefusedError: with the registry's reason; nothing has changed.
+        """
+
+    @abstractmethod
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """Ends a rank's registration, if this incarnation holds it; otherwise nothing changes.
+
+        Returns:
+            Whether a registration was ended.
+
+        Raises:
+            SettingsError: if no engine can have this name.
+        """
+
+    @abstractmethod
+    def engine(self, name: str) -> EngineView:
+        """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
+
+        Raises:
+            SettingsError: if no engine can have this name.
+        """
+
+    @abstractmethod
+    def engines(self) -> tuple[EngineView, ...]:
+        """Returns every engine that has a live rank, by name."""
+
+    @abstractmethod
+    def release(self, endpoint: str) -> None:
+        """Tells every decode rank that asks this registry that a prefill endpoint has ended.
+
+        Args:
+            endpoint: the name of one start of a prefill rank.
+
+        Raises:
+            RegistrationRefusedError: if the endpoint is registered, so that it seems to live.
+        """
+
+    @abstractmethod
+    def released(self) -> tuple[str, ...]:
+        """Returns the prefill endpoints that operators have released."""
+
+    @abstractmethod
+    def findings(self) -> Iterator[Finding]:
+        """Says how the registry is, for `kvferry doctor`."""
+
+    def watch(self, changed: OnChange) -> None:  # noqa: B027 - not every registry can
+        """Has a callable called when registrations change, until this object is closed.
+
+        Look-ups and registrations that must wait are tried again soon in any case: a registry that cannot tell of
+        changes calls nobody.
+
+        Args:
+            changed: should return soon; called on a thread of the registry's own.
+        """
+
+    def load(self) -> None:  # noqa: B027 - not every registry has anything to load
+        """Loads what requests need, without making one: the first is as fast as the others then."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Closes the connections. May be called again; requests made later raise UsageError."""
+
+    def __enter__(self: Self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
