@@ -122,9 +122,12 @@ test-all: test-full test-transport test-vllm test-sglang
 test-full: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --tier full --junitxml=$(DURATIONS)/full.xml
 
-# What asks for processes, over another transport than NIXL: these tests have the one that the environment chooses.
+# Processes over another transport than NIXL: tests have the one that the environment chooses. Those of tests/processes in
+# which bytes move, each once.
+TRANSPORT_TESTS := endpoints_between_processes faults_decode_rank faults_prefill_rank faults_control_connection stuck_peer \
+	checksums_between_processes secrets_between_processes soak demo bench_command bench_ranks bench_roles benchmark_scripts
 test-transport: $(INSTALLED)
-	KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) tests/processes --junitxml=$(DURATIONS)/transport.xml
+	KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) $(TRANSPORT_TESTS:%=tests/processes/test_%.py) --junitxml=$(DURATIONS)/transport.xml
 
 # What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak. Last what real engines take
 # long for.
