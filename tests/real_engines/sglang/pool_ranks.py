@@ -90,7 +90,7 @@ class PoolRank(Rank):
         args = super().arguments
         args.page_size = self.pool.page_size
         args.kv_layout = utils.get_pd_kv_layout(self.pool)
-        lists = [list(each) for each in utils.get_kv_transfer_buf_infos(self.pool)]
+        lists = [list(each) for each in self.listed()]
         if self.draft is not None:
             of_draft = self.draft.get_contiguous_buf_infos()
             args.num_draft_entries = len(of_draft[0])
@@ -99,6 +99,10 @@ class PoolRank(Rank):
         queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=self.model.window_tokens))
         around_managers(lambda _: utils.setup_state_kv_args(args, self.pool, self.draft, LAYERS, self.requests), queue)
         return args
+
+    def listed(self) -> Sequence[Any]:
+        """What SGLang lists of keys and values, or of latents."""
+        return utils.get_kv_transfer_buf_infos(self.pool)  # type: ignore[no-any-return]
 
     def content(self, seed: int, number: int, item: int) -> np.ndarray[Any, Any]:
         """What this rank has of one item of one buffer."""
@@ -115,7 +119,13 @@ class PoolRank(Rank):
 
 
 class Crossing:
-    """One request, in chunks, and what SGLang hands in for it."""
+    """One request, in chunks, and what SGLang hands in for it.
+
+    Attributes:
+        asks_for: where the decode side's keys and values are to go.
+    """
+
+    asks_for = "pages"
 
     def __init__(self, pair: Pair, room: int, pages: int, *, held: int = 0, tokens: int | None = None) -> None:
         """Begins it.
@@ -211,7 +221,7 @@ class Crossing:
         senders = [pair.sender(each, room, tokens=self.tokens) for each in pair.prefill.managers]
         receivers = [pair.receiver(each, room, tokens=self.tokens) for each in pair.decode.managers]
         for receiver in receivers:
-            pages = np.array(self.sides[1]["pages"][self.held :], np.int32)
+            pages = np.array(self.sides[1][self.asks_for][self.held :], np.int32)
             receiver.send_metadata(pages, 1, self.states(receiver.kv_mgr, 1), decode_prefix_len=prefix)
         wait(lambda: [each.poll() for each in senders], KVPoll.WaitingForInput)
         for sender in senders:

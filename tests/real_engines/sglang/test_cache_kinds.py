@@ -110,10 +110,7 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     [
         ({"attn_cp_size": 2}, "attention context parallelism on the decode side"),
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
-        (
-            {"enable_hisparse": True},
-            r"--enable-hisparse \(keys and values in host memory, and their index on the device",
-        ),
+        ({"enable_hisparse": True, "mode": PREFILL}, r"--enable-hisparse on the prefill side \(it is about decoding\)"),
         ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
     ],
 )

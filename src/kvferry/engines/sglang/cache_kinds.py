@@ -22,6 +22,7 @@ _MIXER = f"{_POOLS}test_a_mixers_convolution_is_cut_into_x_b_and_c"
 _DIVIDED = "tests/real_engines/sglang/test_divided_tokens.py::"
 _COMPANIONS = "tests/real_engines/sglang/test_companions.py::"
 _COMPRESSED = "tests/real_engines/sglang/test_compressed.py::"
+_HISPARSE = "tests/real_engines/sglang/test_hisparse.py::"
 _INDEXED = "tests/real_engines/sglang/test_indexed.py::"
 _LATENTS = f"{_COMPRESSED}test_latents_at_several_compressions_arrive_with_their_windows"
 
@@ -30,7 +31,7 @@ _UNIFIED = "tests/real_engines/sglang/test_unified.py::"
 _FUSED = "SGLang itself can list them for no backend: leave --enable-unified-memory or the draft model away"
 _PAGE_MAJOR = "SGLang itself makes and lists them for no backend: leave --enable-page-major-kv-layout away"
 _SPARSE = "the index of sparse attention is not transferred yet"
-_HOST = "pages are in host memory by numbers of their own: leave --enable-hisparse away"
+_HOST = "SGLang itself transfers them with its Mooncake backend alone: leave --enable-hisparse away"
 _NPU = "only pools of cpu and cuda are"
 _PART = "it is a part of another pool, and never a model's own"
 
@@ -57,8 +58,6 @@ _REFUSED_POOLS = (
     ("DeepSeekV4UniformFP8KVPool", "DeepSeek V4's latents of 8 bits", _PART),
     ("DeepSeekV4IndexerPool", "DeepSeek V4's index", _PART),
     ("HiSparseC4DevicePool", "what HiSparse has of DeepSeek V4 on a device", _HOST),
-    ("HiSparseDSATokenToKVPool", "what HiSparse has of sparse attention on a device", _HOST),
-    ("HiSparseMHAMainPool", "what HiSparse has of keys and values on a device", _HOST),
     ("NPUMHATokenToKVPool", "keys and values on an NPU", _NPU),
     ("NPUMHATokenToKOnlyPool", "the keys of an index on an NPU", _NPU),
     ("NPUMLATokenToKVPool", "latents on an NPU", _NPU),
@@ -151,6 +150,23 @@ KINDS = CacheKinds(
             "latents and the index of DeepSeek's sparse attention",
             f"{_COMPANIONS}test_the_index_goes_with_its_latents",
             transfer="as MLATokenToKVPool, the index in the same pages, of one size on both sides",
+        ),
+        *(
+            CacheKind(name, meaning, f"{_HISPARSE}{test}", transfer=transfer)
+            for name, meaning, test, transfer in (
+                (
+                    "HiSparseDSATokenToKVPool",
+                    "what HiSparse has of latents on a device, and their index",
+                    "test_latents_arrive_in_host_memory_and_their_index_on_the_device",
+                    "latents to host memory, the index to the device; to decode ranks",
+                ),
+                (
+                    "HiSparseMHAMainPool",
+                    "what HiSparse has of keys and values on a device",
+                    "test_keys_and_values_arrive_in_host_memory_and_all_else_on_the_device",
+                    "keys and values to host memory, the index and other layers to the device; to decode ranks",
+                ),
+            )
         ),
         CacheKind(
             "StateType.DSA",

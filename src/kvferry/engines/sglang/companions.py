@@ -18,7 +18,8 @@ from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP, PENDING_GROUP,
 from kvferry.engines.sglang.minimax import MINIMAX_POOLS
 from kvferry.errors import LayoutError
 
-_SPARSE, _SCALED, _POOLED = "DSATokenToKVPool", "MHATokenToKVPoolMXFP8", "QSATokenToKVPool"
+_SPARSE = ("DSATokenToKVPool", "HiSparseDSATokenToKVPool")
+_SCALED, _POOLED = "MHATokenToKVPoolMXFP8", "QSATokenToKVPool"
 
 
 def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, draft: Any) -> None:
@@ -35,7 +36,7 @@ def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, 
         LayoutError: naming what is not listed.
     """
     listed = {each.value for each in states}
-    is_sparse = type(main).__name__ == _SPARSE
+    is_sparse = type(main).__name__ in _SPARSE
     wanted = {
         "dsa": is_sparse,
         "dsa_tail": is_sparse and main.kpool_use_compress,
@@ -227,7 +228,7 @@ def _order(pool: Any) -> str:
 
 def _parts(main: Any, draft: Any, what: str, items: list[int], *, kinds: int) -> list[tuple[Any, bool, int]]:
     """Returns the pools that are listed, whether each is a draft's, and where it begins in the list."""
-    drafts = draft.layer_num if type(draft).__name__ == _SPARSE else 0
+    drafts = draft.layer_num if type(draft).__name__ in _SPARSE else 0
     if len(items) != kinds * (main.layer_num + drafts):
         raise LayoutError(
             f"SGLang lists {len(items)} buffers of the {what} of {main.layer_num} layers and {drafts} of a draft "

@@ -53,7 +53,10 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     _check_tokens(caches, place)
     has_attention = bool(len(caches.kv)) or bool(caches.stages.attention.total)
     has_state_alone = bool(caches.state) and caches.window is None
-    if not has_attention and not has_state_alone and not any(each.group == KV_GROUP for each in caches.uncut):
+    # A kind of layers may be elsewhere: in host memory, or on another stage.
+    has_others = caches.dense is not None or caches.index is not None
+    has_others |= any(each.group in (KV_GROUP, INDEX_GROUP) for each in caches.uncut)
+    if not (has_attention or has_state_alone or has_others):
         raise LayoutError("this model has no layer with full attention, whose pages a request is sent by")
     pools = _Pools(caches, place, device)
     stage = caches.stages.attention

@@ -17,12 +17,22 @@ from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_para
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import DecodeEndpoint, Device, Entry, MemoryKind, PrefillEndpoint, RankLayout, Receiver
+from kvferry import (
+    DecodeEndpoint,
+    Device,
+    Entry,
+    MemoryKind,
+    PrefillEndpoint,
+    RankCoordinates,
+    RankLayout,
+    Receiver,
+)
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
+from kvferry.engines.sglang.hisparse import JointReceiver, apart, beside, is_hisparse, stage
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
 from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
@@ -57,6 +67,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
         groups: what it caches is in pages, or slots, of these groups.
+        is_hisparse: whether sparse attention reads from host memory: `host` and `decode` receive a request together.
     """
 
     supports_deferred_decode_kv_release = True
@@ -109,22 +120,37 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         self._fingerprint = _identity(args, model).fingerprint()
         self.rings = rings_of(args.kvferry_pools.target)
-        self._layout = describe(caches, self.place, _device(server_args.device, args.gpu_id))
+        device = _device(server_args.device, args.gpu_id)
+        self.is_hisparse = is_hisparse(args.kvferry_pools)
+        if self.is_hisparse and self.place.token_parts > 1:
+            raise UsageError(
+                f"--enable-hisparse where {self.place.token_parts} ranks divide the tokens of a request: kvferry has "
+                "not tried it. Leave --dcp-size or --enable-kv-cache-sharding away"
+            )
+        self._host_layout: RankLayout | None = None
+        if self.is_hisparse:
+            on_host, caches = apart(caches)
+            self._host_layout = describe(on_host, self.place, Device(MemoryKind.DRAM))
+        self._layout = describe(caches, self.place, device)
+        if self._host_layout is not None:
+            there, here = self._host_layout, self._layout
+            self._host_layout, self._layout = beside(there, here), beside(here, there)
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
             self.layer_steps = layer_steps(args, self._layout, self._settings.layer_ranges)
         host = host_arguments(args)
         self.supports_host_destination = host is not None
-        self._host_layout: RankLayout | None = None
         if host is not None:
             caches = caches_of(host, model, None, totals, place=self.place)
             self._host_layout = describe(caches, self.place, Device(MemoryKind.DRAM))
         self.groups = frozenset(group.name for group in self._layout.groups)
-        self._uncut = [each.name for each in self._layout.components if each.entry is Entry.PAGE]
+        layouts = [self._layout] if self._host_layout is None else [self._layout, self._host_layout]
+        uncut = {each.name for layout in layouts for each in layout.components if each.entry is Entry.PAGE}
+        self._uncut = sorted(uncut)
         self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
-        self._receivers: dict[int, Receiver] = {}
+        self._receivers: dict[int, Receiver | JointReceiver] = {}
         self._open()
 
     # ---- the endpoint, which lives as long as the caches are in memory -------------------------------------------
@@ -218,15 +244,21 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._directory = Directory(self._settings, moved=self.forget_prefill)
         self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
         self._look_ups.clear()
-        self._decode = self._receiving(self._layout, "sglang-decode")
+        here = self.place.coordinates
+        if self.is_hisparse:
+            assert self._host_layout is not None
+            self._host = self._receiving(self._host_layout, "sglang-decode", stage(here, 0))
+            self._decode = self._receiving(self._layout, "sglang-decode", stage(here, 1))
+            return
+        self._decode = self._receiving(self._layout, "sglang-decode", here)
         if self._host_layout is not None:
-            self._host = self._receiving(self._host_layout, "sglang-decode-host")
+            self._host = self._receiving(self._host_layout, "sglang-decode-host", here)
 
-    def _receiving(self, layout: RankLayout, engine: str) -> DecodeEndpoint:
+    def _receiving(self, layout: RankLayout, engine: str, coordinates: RankCoordinates) -> DecodeEndpoint:
         return DecodeEndpoint(
             layout,
             engine=engine,
-            coordinates=self.place.coordinates,
+            coordinates=coordinates,
             settings=self._settings,
             registry=self._directory,
             fingerprint=self._fingerprint,
@@ -337,7 +369,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------
 
-    def receives(self, room: int, receiver: Receiver) -> None:
+    def receives(self, room: int, receiver: Receiver | JointReceiver) -> None:
         """Remembers the receiver of a room that was opened."""
         self._receivers[room] = receiver
 

@@ -68,9 +68,7 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
         "server in Rust there, and not with the bootstrap server)": (
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
-        "--enable-hisparse (keys and values in host memory, and their index on the device under other numbers)": (
-            get_memory().enable_hisparse
-        ),
+        "--enable-hisparse on the prefill side (it is about decoding)": not is_decode and get_memory().enable_hisparse,
         f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
         "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
         **refused(

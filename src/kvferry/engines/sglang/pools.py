@@ -52,8 +52,10 @@ _HEADS = (
     "MHATokenToKVPoolMXFP8",
     "PageInterleaveMHATokenToKVPool",
     "UnifiedMHATokenToKVPool",
+    "HiSparseMHAMainPool",
 )
 _LATENTS = (
+    "HiSparseDSATokenToKVPool",
     "MLATokenToKVPool",
     "MLATokenToKVPoolFP4",
     "DSATokenToKVPool",

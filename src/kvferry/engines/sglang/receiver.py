@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferDestination
 from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 
-from kvferry import GroupPages, Receiver, TransferState
+from kvferry import DecodeEndpoint, GroupPages, Receiver, TransferState
 from kvferry.engines.sglang.conditions import Prompt, current
+from kvferry.engines.sglang.hisparse import JointReceiver
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
-from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages, whole_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, is_paged, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
-from kvferry.errors import KVFerryError, UsageError
+from kvferry.errors import EngineContractError, KVFerryError, UsageError
 
 
 @completed
@@ -28,7 +30,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def __init__(self, mgr: KVFerryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         """Remembers the request."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
-        self._transfer: Receiver | None = None
+        self._transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
@@ -90,6 +92,12 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 )
             if device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
+            if self.kv_mgr.is_hisparse:
+                if prefix_tokens:
+                    raise EngineContractError(f"with HiSparse SGLang says that {prefix_tokens} tokens are here already")
+                self._open_apart(pages, state_indices)
+                self._aux_index = aux_index
+                return
             into_host = destination != KVTransferDestination.DEVICE
             endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
             kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
@@ -121,6 +129,43 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return
         self._aux_index = aux_index
         self.kv_mgr.receives(self.bootstrap_room, self._transfer)
+
+    def _open_apart(self, host_pages: NDArray[Any], state_indices: list[Any] | None) -> None:
+        """Opens the room at both endpoints of a rank with HiSparse.
+
+        Args:
+            host_pages: where what sparse attention reads goes.
+            state_indices: where all else goes; what is numbered by tokens has one page number for all kinds.
+        """
+        types = self.kv_mgr.state_types
+        of_tokens = [
+            page_numbers(given) for kind, given in zip(types, state_indices or [], strict=True) if is_paged(kind)
+        ]
+        if not of_tokens or any(len(each) != len(host_pages) for each in of_tokens):
+            raise EngineContractError(
+                f"SGLang hands in {len(host_pages)} pages of host memory and {[len(each) for each in of_tokens]} of "
+                f"the device for {[each.name for each in types]}: as many are needed"
+            )
+        states = state_pages(types, state_indices, len(host_pages), last=of_tokens[0])
+
+        def open_at(endpoint: DecodeEndpoint, pages: dict[str, GroupPages]) -> Receiver:
+            return endpoint.open(
+                self.bootstrap_room,
+                pages,
+                engine=self._engine,
+                prefill_dp_rank=self.prefill_dp_rank,
+                tokens=self._prompt.tokens if self._counts_tokens(self.kv_mgr.place) else None,
+                depends_on=self._prompt.depends_on,
+            )
+
+        joint = JointReceiver([open_at(self.kv_mgr.host, {KV_GROUP: GroupPages(host_pages)})])
+        self._transfer = joint  # from here on host pages may be written to, whatever comes of the others
+        self.kv_mgr.receives(self.bootstrap_room, joint)
+        try:
+            joint.parts.append(open_at(self.kv_mgr.decode, {KV_GROUP: GroupPages(of_tokens[0]), **states}))
+        except KVFerryError as error:
+            joint.abort(f"the rank's other endpoint refused the room: {error}")
+            raise
 
     def poll(self) -> int:
         """Returns the state of the transfer. On success the first token is in SGLang's metadata buffers."""
@@ -173,7 +218,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Whether pages alone do not say what is missing here."""
         return place.token_parts > 1 or self.kv_mgr.has_other_pages(self.bootstrap_addr)
 
-    def _status_of(self, transfer: Receiver) -> int:
+    def _status_of(self, transfer: Receiver | JointReceiver) -> int:
         state = transfer.state
         if state is TransferState.FAILED:
             return self._status_of_failed(transfer)
@@ -188,7 +233,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 return int(KVPoll.Failed)
         return int(POLLS[state])
 
-    def _status_of_failed(self, transfer: Receiver) -> int:
+    def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
         if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
             return int(KVPoll.Transferring)  # SGLang would take the pages back at once
         self.kv_mgr.forget_prefill(self.bootstrap_addr)

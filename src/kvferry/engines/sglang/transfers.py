@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 
 from kvferry import GroupPages, Receiver, Sender, TransferState
+from kvferry.engines.sglang.hisparse import JointReceiver
 from kvferry.engines.sglang.layouts import (
     COMPRESSION_GROUP,
     DRAFT_GROUP,
@@ -159,7 +160,12 @@ def _check_equal(kind: StateType, pages: NDArray[Any], expected: NDArray[Any]) -
         )
 
 
-def give_up(transfer: Sender | Receiver | None, reason: str) -> None:
+def is_paged(kind: StateType) -> bool:
+    """Returns whether a kind of cache lies in pages with the numbers of keys and values."""
+    return kind.value in _WITH_KEYS
+
+
+def give_up(transfer: Sender | Receiver | JointReceiver | None, reason: str) -> None:
     """Aborts a transfer that was begun and has not ended."""
     if transfer is not None and not transfer.state.is_final:
         transfer.abort(reason)
