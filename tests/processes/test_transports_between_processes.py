@@ -538,8 +538,12 @@ def test_what_was_sent_before_an_error_lands_after_it_and_nothing_more_is_read(
         os.kill(second.process.pid, signal.SIGSTOP)
         transfer = first.transport.post(lists[0], zero, lists[1], zero, b"broken")
         with tcp_connections() as connections:
-            until("bytes on their way", lambda: first.transport.poll(transfer) or unsent_bytes(connections[0]) > MIB)
-            connections[0].shutdown(socket.SHUT_RDWR)
+
+            def fullest() -> socket.socket:
+                return max(connections, key=unsent_bytes)
+
+            until("bytes on their way", lambda: first.transport.poll(transfer) or unsent_bytes(fullest()) > MIB)
+            fullest().shutdown(socket.SHUT_RDWR)
         fails(first, lambda: first.transport.poll(transfer), first.way.broken)
         first.memory[:] = after
         first.transport.release(transfer)

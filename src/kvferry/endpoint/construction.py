@@ -12,7 +12,7 @@ from kvferry.errors import EndpointClosedError, QueueFullError, RoomExistsError,
 from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import Transport
-from kvferry.transport.chosen import transport_class
+from kvferry.transport.chosen import available_transport_class
 
 _ROOM_LIMIT = 2**63
 _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how long an endpoint's may be
@@ -33,7 +33,7 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         SettingsError: if there is no such transport.
         TransportUnavailableError: if it is not installed.
     """
-    return transport_class(settings.transport).from_settings(settings, name, writes=writes)
+    return available_transport_class(settings.transport).from_settings(settings, name, writes=writes)
 
 
 def deadlines(settings: Settings) -> Deadlines:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 
-from kvferry.errors import SettingsError, quoted
+from kvferry.errors import SettingsError, TransportUnavailableError, quoted
 from kvferry.transport.base import Transport
 
 TRANSPORTS = {
@@ -49,6 +49,37 @@ def transport_class(chosen: str) -> type[Transport]:
     if not 0 < len(str(getattr(found, "name", ""))) <= _LONGEST_NAME:
         raise _refusal(chosen, f"{name} has no `name` of 1 to {_LONGEST_NAME} characters, by which peers compare it")
     return found
+
+
+def available_transport_class(chosen: str) -> type[Transport]:
+    """Returns the transport that a setting names, if it can be used on this machine.
+
+    Args:
+        chosen: as for `transport_class`.
+
+    Raises:
+        SettingsError: as `transport_class`.
+        TransportUnavailableError: if its library is missing, saying what to install, and which other one is there.
+    """
+    found = transport_class(chosen)
+    try:
+        found.check_available()
+    except TransportUnavailableError as error:
+        others = [name for name in TRANSPORTS if name != found.name and _is_available(name)]
+        if not others:
+            raise
+        instead = " or ".join(f"KVFERRY_TRANSPORT={name}" for name in others)
+        hint = f"What is installed here is used with {instead}, on both sides"
+        raise TransportUnavailableError(f"{error}. {hint}") from error
+    return found
+
+
+def _is_available(name: str) -> bool:
+    try:
+        transport_class(name).check_available()
+    except (SettingsError, TransportUnavailableError):
+        return False
+    return True
 
 
 def _refusal(chosen: str, why: str) -> SettingsError:

@@ -26,7 +26,8 @@ _TOKEN_BYTES = 16
 _LONGEST_MESSAGE = 64 << 20
 _CONNECT_S = 10.0
 _MOMENT_MS = 50
-_HEARTBEAT_MS = 10_000  # by which a host that has vanished is told from one that is silent
+_HEARTBEAT_MS = 30_000  # by which a host that has vanished is told from one that is silent
+_SILENCE_MS = 60_000  # a process may be frozen for so long: whether it is given up sooner is not for a transport to say
 _LINGER_MS = 500
 _FRAMES = 3
 _MOST_AT_A_TIME = 1000
@@ -194,4 +195,5 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     created.setsockopt(zmq.LINGER, _LINGER_MS)
     created.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
     created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
+    created.setsockopt(zmq.HEARTBEAT_TIMEOUT, _SILENCE_MS)
     return created

@@ -13,10 +13,10 @@ from tests.support.caches import Model, Shape, pool
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates
 from kvferry.endpoint import base
 from kvferry.endpoint.runtime.platform import SystemPlatform
-from kvferry.errors import SettingsError
+from kvferry.errors import SettingsError, TransportUnavailableError
 from kvferry.settings import Settings
 from kvferry.transport import InProcessTransport, NixlTransport, Transport
-from kvferry.transport.chosen import TRANSPORTS, transport_class
+from kvferry.transport.chosen import TRANSPORTS, available_transport_class, transport_class
 
 
 def refused(chosen: str) -> str:
@@ -34,6 +34,22 @@ def test_every_name_of_the_table_is_that_of_its_class(name: str):
 
 def test_nixl_is_the_default():
     assert transport_class(Settings().transport) is NixlTransport
+
+
+def test_where_the_library_is_missing_the_other_one_is_named(monkeypatch: pytest.MonkeyPatch):
+    def missing() -> None:
+        raise TransportUnavailableError("it is not installed: install it")
+
+    mooncake = transport_class("mooncake")
+    monkeypatch.setattr(NixlTransport, "check_available", missing)
+    monkeypatch.setattr(mooncake, "check_available", lambda: None)
+    with pytest.raises(TransportUnavailableError, match=r"install it\. What is .*KVFERRY_TRANSPORT=mooncake, on both"):
+        available_transport_class("nixl")
+    assert available_transport_class("mooncake") is mooncake
+    monkeypatch.setattr(mooncake, "check_available", missing)
+    for name in ("nixl", "mooncake"):
+        with pytest.raises(TransportUnavailableError, match=r"install it$"):
+            available_transport_class(name)
 
 
 def test_a_class_of_ones_own_is_named_by_where_it_is():

@@ -25,7 +25,7 @@ from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.applications.checks import check_picture
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
-from kvferry.transport.chosen import transport_class
+from kvferry.transport.chosen import available_transport_class
 
 _WIDTH = 200
 _COMPARED_OTHERWISE = ("preset", "config")
@@ -94,7 +94,7 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
         check_picture(picture, option="--plot")
     planned = prepare(arguments)
     for transport in transports(planned):
-        transport_class(transport).check_available()
+        available_transport_class(transport)
     main, gpu = available_bytes(), available_gpu_bytes(planned[0].device)
     for options in planned:
         check_fits(options, [options.side(name) for name in place.side_names], main, gpu)

@@ -13,7 +13,7 @@ from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.applications.demo.reference.tokenizer import load_tokenizer
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
-from kvferry.transport.chosen import transport_class
+from kvferry.transport.chosen import available_transport_class
 
 _FIRST_ROOM = 1000
 
@@ -27,7 +27,7 @@ def prepare(arguments: DemoArguments) -> DemoOptions:
         TransportUnavailableError: if the transport is not installed.
     """
     settings = Settings() if arguments.transport is None else Settings(transport=arguments.transport)
-    transport_class(settings.transport).check_available()
+    available_transport_class(settings.transport)
     check_at_least_one(arguments, "requests", "in_flight", "chunk_tokens", "max_new_tokens", "page_size")
     if arguments.model is None:
         model = ModelSpec.small(
