@@ -23,7 +23,8 @@ from kvferry.settings import bracketed
 log = logging.getLogger(__name__)
 
 _TOKEN_BYTES = 16
-_LONGEST_MESSAGE = 64 << 20
+_LONGEST_MESSAGE = 16 << 20
+_QUEUED_MESSAGES = 10_000  # of one sender, strangers among them, until somebody takes them
 _CONNECT_S = 10.0
 _MOMENT_MS = 50
 _HEARTBEAT_MS = 30_000  # by which a host that has vanished is told from one that is silent
@@ -191,7 +192,7 @@ def _configured(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     created = context.socket(kind)
     created.setsockopt(zmq.IPV6, 1)
     created.setsockopt(zmq.SNDHWM, 0)  # bounded by the writes that are on their way, each of which sends one
-    created.setsockopt(zmq.RCVHWM, 0)
+    created.setsockopt(zmq.RCVHWM, _QUEUED_MESSAGES)
     created.setsockopt(zmq.LINGER, _LINGER_MS)
     created.setsockopt(zmq.MAXMSGSIZE, _LONGEST_MESSAGE)
     created.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_MS)
