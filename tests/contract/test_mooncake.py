@@ -43,7 +43,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.settings import Settings
 from kvferry.transport import PeerMetadata, mooncake
 from kvferry.transport.confined_ports import sockets_on_every_interface
-from kvferry.transport.mooncake import MooncakeTransport, Pieces, load_engine, pieces_of
+from kvferry.transport.mooncake import MooncakeHandle, MooncakeTransport, Pieces, load_engine, pieces_of
 
 HALF = MEMORY // 2
 
@@ -57,7 +57,12 @@ def kit() -> Iterator[Kit]:
 
 @pytest.fixture
 def pair(kit: Kit) -> Pair:
-    return connected(kit)
+    """A pair of which Mooncake knows the peer's memory: until then nothing is posted."""
+    made = connected(kit)
+    assert isinstance(made.here.transport, MooncakeTransport)
+    connection = made.here.transport.connection(made.peer)
+    until("the peer is reached", lambda: connection.is_reached)
+    return made
 
 
 class Counting:
@@ -70,6 +75,7 @@ class Counting:
         self.refuses: set[int] = set()
         self.fails: set[int] = set()
         self.holds = False
+        self.held: set[int] = set()
         self.submitted = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -87,7 +93,7 @@ class Counting:
         return number
 
     def transfer_check_status(self, number: int) -> int:
-        if self.holds:
+        if self.holds or number in self.held:
             return 0
         status: int = self.engine.transfer_check_status(number)
         if status != 0:
@@ -151,6 +157,21 @@ def test_a_range_that_fails_fails_its_write_once_all_have_ended(pair: Pair, coun
         pair.here.transport.poll(transfer)
     assert write(pair, lists, every, every, b"the next").descriptors == count
     assert arrivals(pair.there.transport, 1) == [(pair.name, b"the next")]
+
+
+def test_a_write_that_has_failed_ends_when_the_last_of_its_ranges_has(pair: Pair, counting: Counting):
+    lists = pair.lists([(0, 16, 32, 4)], [(0, 16, 48, 4)])
+    counting.fails = {1}
+    transfer = pair.here.transport.post(lists[0], numbers(*range(4)), lists[1], numbers(*range(4)), b"never")
+    assert isinstance(transfer, MooncakeHandle)
+    counting.held = {transfer.on_their_way[-1]}
+    until("the failure", lambda: pair.here.transport.poll(transfer) or transfer.failed)
+    failed_at = time.monotonic()
+    while time.monotonic() < failed_at + 3 * mooncake._NOTICED_S:
+        assert pair.here.transport.poll(transfer) is None, "a range is on its way"
+    counting.held = set()
+    with pytest.raises(TransportError, match="status -1"):
+        until("an end", lambda: pair.here.transport.poll(transfer))
 
 
 @pytest.mark.parametrize("refused", [1, 40, 100])

@@ -153,6 +153,57 @@ CATALOGUE = (
         "firsts >= pool_pages",
         "tests/unit/plan/test_page_numbers.py",
     ),
+    # ---- transport
+    PlantedFault(
+        "a range crosses two regions that were registered apart",
+        "transport/mooncake.py",
+        "copies = copies.cut_at(self._borders, connection.borders)",
+        "copies = copies.cut_at(self._borders[:0], connection.borders[:0])",
+        "tests/contract/test_mooncake.py",
+    ),
+    PlantedFault(
+        "a write has failed while ranges of it are on their way",
+        "transport/mooncake.py",
+        "        if transfer.on_their_way:\n            return None\n        if transfer.failed:",
+        "        if transfer.on_their_way and not transfer.failed:\n            return None\n"
+        "        if transfer.failed:",
+        "tests/contract/test_mooncake.py",
+    ),
+    PlantedFault(
+        "more ranges go to a peer than Mooncake takes",
+        "transport/mooncake.py",
+        "taken = min(wanted, RANGES_OF_A_PEER - self.on_their_way)",
+        "taken = wanted",
+        "tests/contract/test_mooncake.py",
+    ),
+    PlantedFault(
+        "a library's ports are left open to everybody",
+        "transport/mooncake.py",
+        "            if not is_wildcard(host):\n",
+        "            if is_wildcard(host):\n",
+        "tests/contract/test_mooncake.py",
+    ),
+    PlantedFault(
+        "all wait for a peer that is frozen",
+        "transport/mooncake.py",
+        "daemon=True).start()\n        return connection",
+        "daemon=True).run()\n        return connection",
+        "tests/contract/test_mooncake.py",
+    ),
+    PlantedFault(
+        "a message of a stranger is taken",
+        "transport/message_channel.py",
+        "if len(frames) != _FRAMES or not hmac.compare_digest(frames[0], self._token):",
+        "if len(frames) != _FRAMES:",
+        "tests/unit/transport/test_message_channel.py",
+    ),
+    PlantedFault(
+        "what is sent before a connection is there is lost",
+        "transport/message_channel.py",
+        "                    self._waiting.append(message)\n",
+        "                    pass\n",
+        "tests/unit/transport/test_message_channel.py",
+    ),
     # ---- staging
     PlantedFault(
         "long runs are gathered into the place of the run before",
