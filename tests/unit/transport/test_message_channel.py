@@ -178,3 +178,13 @@ def test_what_was_sent_before_closing_arrives(receiver: MessageChannel):
     connection.close()
     sender.close()
     assert len(taken(receiver, 100)) == 100
+
+
+def test_a_connection_that_somebody_has_forgotten_keeps_nobody_from_closing(receiver: MessageChannel):
+    sender = MessageChannel("sender", "127.0.0.1", "127.0.0.1")
+    connection = sender.connect("receiver", receiver.address)
+    connection.send(b"the last")
+    sender.close()
+    assert taken(receiver, 1) == [("sender", b"the last")]
+    with pytest.raises(PeerDisconnectedError):
+        connection.send(b"too late")
