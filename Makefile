@@ -128,7 +128,9 @@ test-full: $(INSTALLED)
 TRANSPORT_TESTS := endpoints_between_processes faults_decode_rank faults_prefill_rank faults_control_connection stuck_peer \
 	checksums_between_processes secrets_between_processes soak demo bench_command bench_ranks bench_roles benchmark_scripts
 test-transport: $(INSTALLED)
-	KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) $(TRANSPORT_TESTS:%=tests/processes/test_%.py) --junitxml=$(DURATIONS)/transport.xml
+	@if $(VENV)/bin/python -c 'import sys; from kvferry.transport.chosen import transport_class as of; of(sys.argv[1]).check_available()' $(TRANSPORT); then \
+		KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) $(TRANSPORT_TESTS:%=tests/processes/test_%.py) --junitxml=$(DURATIONS)/transport.xml; \
+	else echo "$(TRANSPORT) is not here, for the reason above: the tests over it are left out"; fi
 
 # What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak. Last what real engines take
 # long for.

@@ -267,6 +267,7 @@ def test_its_ports_are_open_to_the_address_alone(kit: Kit):
 
 
 def test_a_wildcard_listens_everywhere():
+    Kit("mooncake")
     before = sockets_on_every_interface()
     transport = MooncakeTransport("anywhere", host="0.0.0.0", advertised_host="127.0.0.1")
     try:
