@@ -12,8 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sglang.srt.arg_groups.model_overrides import deepseek_v2
 from sglang.srt.mem_cache import memory_pool, page_interleave_pool
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    MHATokenToKVPool,
+    MHATokenToKVPoolFP4,
+    MHATokenToKVPoolMXFP8,
+    MiniMaxSparseKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from tests.real_engines.sglang.crossings import Request
 from tests.real_engines.sglang.divided import (
@@ -265,6 +271,20 @@ def test_sglang_cannot_write_windows_where_ranks_divide_tokens():
     assert "dcp_kv_mask" in inspect.signature(MHATokenToKVPool.set_kv_buffer).parameters
     with pytest.raises(TypeError, match="unexpected keyword argument 'dcp_kv_mask'"):
         SWAKVPool.set_kv_buffer(None, None, None, None, None, dcp_kv_mask=None)
+
+
+def test_sglang_cannot_write_scales_of_blocks_or_minimaxs_layers_where_ranks_divide_tokens():
+    with pytest.raises(NotImplementedError, match="MXFP8 KV cache does not support DCP KV masks"):
+        MHATokenToKVPoolMXFP8.set_kv_buffer(None, None, None, None, None, dcp_kv_mask=object())
+    for pool in (MHATokenToKVPoolFP4, MiniMaxSparseKVPool):
+        with pytest.raises(TypeError, match="unexpected keyword argument 'dcp_kv_mask'"):
+            pool.set_kv_buffer(None, None, None, None, None, dcp_kv_mask=None)
+
+
+def test_sglang_refuses_a_pooled_index_where_ranks_divide_tokens():
+    said = " ".join(re.findall(r'"([^"]*)"', inspect.getsource(deepseek_v2)))
+    assert "--dcp-size > 1 is not supported for DSA with " in said
+    assert "a pooled index key spans  positions owned by different DCP ranks." in said
 
 
 @pytest.mark.parametrize(
