@@ -60,8 +60,8 @@ WHEELS = (
 """The packages that Mooncake's transfer engine comes in, one for each kind of device."""
 
 FIRST_SAFE_VERSION = (0, 3, 12)
-"""Before it, a write over TCP was said to have ended once it had left: with 0.3.11, 193 of 200 writes of 2.4 MB were torn
-when that was said, with 0.3.13 none."""
+"""Before it, a write over TCP was said to have ended once it had left: with 0.3.11, 193 of 200 writes of 2.4 MB were
+torn when that was said, with 0.3.13 none."""
 
 RANGES_OF_A_WRITE = 64
 """Most ranges of one write that are on their way: more were no faster (22 to 29 us a range with 16 to 1,000)."""
