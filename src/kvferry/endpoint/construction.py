@@ -8,11 +8,17 @@ import secrets
 from collections.abc import Collection
 from typing import SupportsIndex
 
-from kvferry.errors import EndpointClosedError, QueueFullError, RoomExistsError, UsageError
+from kvferry.errors import (
+    EndpointClosedError,
+    QueueFullError,
+    RoomExistsError,
+    TransportUnavailableError,
+    UsageError,
+)
 from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import Transport
-from kvferry.transport.chosen import available_transport_class
+from kvferry.transport.chosen import available_transport_class, transport_class
 
 _ROOM_LIMIT = 2**63
 _LONGEST_IN_NAME = 24  # of the engine's name: registries and sockets limit how long an endpoint's may be
@@ -33,7 +39,11 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         SettingsError: if there is no such transport.
         TransportUnavailableError: if it is not installed.
     """
-    return available_transport_class(settings.transport).from_settings(settings, name, writes=writes)
+    try:
+        return transport_class(settings.transport).from_settings(settings, name, writes=writes)
+    except TransportUnavailableError:
+        available_transport_class(settings.transport)  # says which other one is there, if this one's library is not
+        raise
 
 
 def deadlines(settings: Settings) -> Deadlines:

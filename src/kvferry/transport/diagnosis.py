@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib import metadata
 
 from kvferry.findings import Finding
 from kvferry.settings import Settings
+
+
+def installed_version(package: str) -> str | None:
+    """Returns the version of a package in this environment; None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from importlib import metadata
 from threading import Lock, Thread
 from types import ModuleType
 from typing import Any
@@ -46,9 +45,10 @@ from kvferry.transport.base import PeerMetadata, Promises, TransferHandle, Trans
 from kvferry.transport.confined_ports import confine, sockets_on_every_interface
 from kvferry.transport.copies import Copies
 from kvferry.transport.devices import rdma_devices
-from kvferry.transport.diagnosis import Diagnosis, WayTaken
+from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.message_channel import ChannelAddress, ConnectionState, MessageChannel, MessageSender
 from kvferry.transport.ranges import Connection, RangeTransport
+from kvferry.transport.registered import check_regions
 
 WHEELS = (
     "mooncake-transfer-engine",
@@ -101,11 +101,7 @@ class Installed:
 
 def installed() -> list[Installed]:
     """Returns Mooncake's wheels in this environment."""
-    found = []
-    for wheel in WHEELS:
-        with suppress(metadata.PackageNotFoundError):
-            found.append(Installed(wheel, metadata.version(wheel)))
-    return found
+    return [Installed(wheel, version) for wheel in WHEELS if (version := installed_version(wheel))]
 
 
 def load_engine() -> ModuleType:
@@ -364,8 +360,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         return msgspec.msgpack.encode(_Private(self.endpoint_name, self._server, self._channel.address))
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
-        if any(region.length < 1 or region.address < 1 for region in regions):
-            raise RegistrationError(f"cannot register regions without address or length: {regions}")
+        check_regions(regions)
         super().register(regions, device)
         with self._lock:
             pieces = [piece for region in regions for piece in self._pieces.add(region)]

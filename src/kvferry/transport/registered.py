@@ -19,6 +19,16 @@ from kvferry.layout import Device, Region
 _HIGHEST = 2**64 - 1
 
 
+def check_regions(regions: Sequence[Region]) -> None:
+    """Refuses regions that a library would be told of in vain.
+
+    Raises:
+        RegistrationError: naming them.
+    """
+    if any(region.length < 1 or region.address < 1 for region in regions):
+        raise RegistrationError(f"cannot register regions without address or length: {regions}")
+
+
 class RegisteredMemory:
     """Regions of one device. Every method may be called from any thread.
 

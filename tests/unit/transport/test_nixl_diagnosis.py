@@ -90,7 +90,7 @@ def test_a_nixl_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch):
         raise TransportUnavailableError("libcudart.so.12 is missing")
 
     monkeypatch.setattr(nixl_diagnosis, "load_bindings", fails)
-    monkeypatch.setattr(nixl_diagnosis, "_version", lambda name: "1.5.1" if name == "nixl-cu12" else None)
+    monkeypatch.setattr(nixl_diagnosis, "installed_version", lambda name: "1.5.1" if name == "nixl-cu12" else None)
     (finding,) = [finding for finding in DIAGNOSIS.findings(Settings()) if finding.about == "nixl"]
     assert finding.severity is Severity.ERROR
     assert "libcudart.so.12" in finding.what
@@ -109,7 +109,7 @@ def test_the_wheels_that_are_installed_are_named(
     wheels: tuple[str, ...], severities: list[Severity], said: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(nixl_diagnosis, "load_bindings", lambda: None)
-    monkeypatch.setattr(nixl_diagnosis, "_version", lambda name: "1.5.1" if name in wheels else None)
+    monkeypatch.setattr(nixl_diagnosis, "installed_version", lambda name: "1.5.1" if name in wheels else None)
     found = [finding for finding in DIAGNOSIS.findings(Settings()) if finding.about == "nixl"]
     assert [finding.severity for finding in found] == severities
     assert said in f"{found[-1].what} {found[-1].remedy}"

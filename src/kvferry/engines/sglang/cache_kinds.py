@@ -151,22 +151,17 @@ KINDS = CacheKinds(
             f"{_COMPANIONS}test_the_index_goes_with_its_latents",
             transfer="as MLATokenToKVPool, the index in the same pages, of one size on both sides",
         ),
-        *(
-            CacheKind(name, meaning, f"{_HISPARSE}{test}", transfer=transfer)
-            for name, meaning, test, transfer in (
-                (
-                    "HiSparseDSATokenToKVPool",
-                    "what HiSparse has of latents on a device, and their index",
-                    "test_latents_arrive_in_host_memory_and_their_index_on_the_device",
-                    "latents to host memory, the index to the device; to decode ranks",
-                ),
-                (
-                    "HiSparseMHAMainPool",
-                    "what HiSparse has of keys and values on a device",
-                    "test_keys_and_values_arrive_in_host_memory_and_all_else_on_the_device",
-                    "keys and values to host memory, the index and other layers to the device; to decode ranks",
-                ),
-            )
+        CacheKind(
+            "HiSparseDSATokenToKVPool",
+            "what HiSparse has of latents on a device, and their index",
+            f"{_HISPARSE}test_latents_arrive_in_host_memory_and_their_index_on_the_device",
+            transfer="latents to host memory, the index to the device; to decode ranks",
+        ),
+        CacheKind(
+            "HiSparseMHAMainPool",
+            "what HiSparse has of keys and values on a device",
+            f"{_HISPARSE}test_keys_and_values_arrive_in_host_memory_and_all_else_on_the_device",
+            transfer="keys and values to host memory, the index and other layers to the device; to decode ranks",
         ),
         CacheKind(
             "StateType.DSA",

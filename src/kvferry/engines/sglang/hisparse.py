@@ -64,18 +64,20 @@ def apart(caches: Caches) -> tuple[Caches, Caches]:
 def beside(layout: RankLayout, other: RankLayout) -> RankLayout:
     """Returns one memory's layout as the prefill side compares it: with the components of the other, of none of which
     it holds anything."""
-    groups = {group.name: group for group in layout.groups}
-    lacking = {each.component.name: each for each in other.shards}.values()
-    none_of = (
-        empty_shard(
-            each.component,
-            page_tokens=groups[each.group].page_tokens if each.group in groups else each.paging.page_tokens,
-            num_pages=groups[each.group].num_pages if each.group in groups else each.paging.num_pages,
-            device=layout.device,
-            group=each.group,
+    pagings = {shard.group: shard.paging for shard in layout.shards}
+    lacking = {shard.component.name: shard for shard in other.shards}
+    none_of = []
+    for shard in lacking.values():
+        paging = pagings.get(shard.group, shard.paging)
+        none_of.append(
+            empty_shard(
+                shard.component,
+                page_tokens=paging.page_tokens,
+                num_pages=paging.num_pages,
+                device=layout.device,
+                group=shard.group,
+            )
         )
-        for each in lacking
-    )
     return msgspec.structs.replace(layout, shards=(*layout.shards, *none_of))
 
 
@@ -122,7 +124,6 @@ class JointReceiver:
         return all(part.pages_reusable for part in self.parts)
 
     def abort(self, reason: str) -> None:
-        """Aborts whatever has not ended."""
+        """Aborts both; what has ended stays as it is."""
         for part in self.parts:
-            if not part.state.is_final:
-                part.abort(reason)
+            part.abort(reason)

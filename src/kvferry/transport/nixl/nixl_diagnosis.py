@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from importlib import metadata
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
 from kvferry.transport.devices import interfaces, rdma_devices
-from kvferry.transport.diagnosis import Diagnosis, WayTaken
+from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
@@ -39,7 +38,7 @@ class NixlDiagnosis(Diagnosis):
 
 
 def _installed() -> Iterator[Finding]:
-    found = [f"{name} {version}" for name in _WHEELS if (version := _version(name))]
+    found = [f"{name} {version}" for name in _WHEELS if (version := installed_version(name))]
     if not found:
         yield error("nixl", "not installed: nothing can be moved between processes", "pip install nixl-cu13")
     else:
@@ -54,13 +53,6 @@ def _installed() -> Iterator[Finding]:
             )
     if len(found) > 1:
         yield warning("nixl", f"{' and '.join(found)} are both installed", "uninstall the one for the other CUDA")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _device(settings: Settings) -> Finding:

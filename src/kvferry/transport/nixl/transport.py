@@ -49,7 +49,7 @@ from kvferry.transport.base import (
 from kvferry.transport.nixl.bindings import load_bindings
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
 from kvferry.transport.nixl.shares import NixlHandle, Share, parts, seconds, sum_of
-from kvferry.transport.registered import RegisteredMemory
+from kvferry.transport.registered import RegisteredMemory, check_regions
 
 log = logging.getLogger(__name__)
 
@@ -181,8 +181,7 @@ class NixlTransport(Transport):
         return getattr(self._nixl, f"{device.kind.value}_SEG")
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
-        if any(region.length < 1 or region.address < 1 for region in regions):
-            raise RegistrationError(f"cannot register regions without address or length: {regions}")
+        check_regions(regions)
         self._memory.check_device(device)
         descriptors = [(region.address, region.length, device.index, "") for region in regions]
         if descriptors:
