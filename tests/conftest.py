@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from tests.support.collecting import COLLECTED, collected_item
 from tests.support.tiers import Tier, register_profiles
 
 pytest_plugins = ["kvferry.testing.pytest_plugin"]
@@ -60,17 +61,24 @@ def pytest_xdist_auto_num_workers() -> int:
     return min(max(_FEWEST_WORKERS, len(os.sched_getaffinity(0))), _MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` leave tests out
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = _left_out(items, Tier.FULL)
+    config.stash[COLLECTED] = [collected_item(item, is_long=item in long) for item in items]
     tier = tier_of(config)
-    beyond: tuple[str, ...] = tier.amount(quick=("full", "long"), full=("long",), long=())
-    left_out = {item for item in items if any(item.get_closest_marker(mark) for mark in beyond)}
-    left_out |= set(_not_sampled(items, tier))
+    left_out = _left_out(items, tier)
     if tier is Tier.LONG:
         for item in items:
             item.add_marker(pytest.mark.timeout(_LONGEST_S), append=False)  # before its own, which is for less to do
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))
     items[:] = sorted((item for item in items if item not in left_out), key=_precedence)
+
+
+def _left_out(items: Sequence[pytest.Item], tier: Tier) -> set[pytest.Item]:
+    beyond: tuple[str, ...] = tier.amount(quick=("full", "long"), full=("long",), long=())
+    marked = {item for item in items if any(item.get_closest_marker(mark) for mark in beyond)}
+    return marked | set(_not_sampled(items, tier))
 
 
 def _precedence(item: pytest.Item) -> tuple[bool, bool]:

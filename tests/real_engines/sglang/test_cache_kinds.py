@@ -14,7 +14,7 @@ from sglang.srt.arg_groups import pd_disaggregation_hook
 from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.mem_cache import memory_pool, unified_draft_pool
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, place
-from tests.support.shown import collected, files_of, problems
+from tests.support.collecting import shown_in, unshown
 
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.sglang.cache_kinds import KINDS, check_order, check_pool
@@ -44,10 +44,9 @@ def test_every_pool_and_state_of_sglangs_is_in_the_table_and_nothing_else():
     assert names_missing(KINDS, [*pools(), *(f"StateType.{each.name}" for each in StateType)]) == []
 
 
-def test_rows_that_real_engines_show_are_those_that_their_tests_try():
+def test_rows_that_real_engines_show_are_those_that_their_tests_try(pytestconfig: pytest.Config):
     folder = "tests/real_engines/sglang"
-    shown = collected(files_of(KINDS.kinds, folder))
-    assert [*problems("sglang", KINDS.kinds, folder, shown)] == []
+    assert [*unshown("sglang", KINDS.kinds, folder, shown_in(folder, KINDS.kinds, pytestconfig))] == []
 
 
 def pool_of_heads(**more: Any) -> Any:

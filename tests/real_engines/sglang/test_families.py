@@ -97,8 +97,8 @@ def test_stages_of_the_prefill_side_send_their_layers(built: Built):
     cross(places(built, Shape(pp=2)), places(built, Shape(tp=2)))
 
 
-def test_the_tests_that_cells_name_are_run():
-    assert missing_tests((cell for *_, cell in cells()), "tests/real_engines/sglang") == []
+def test_the_tests_that_cells_name_are_run(pytestconfig: pytest.Config):
+    assert missing_tests((cell for *_, cell in cells()), "tests/real_engines/sglang", pytestconfig) == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ from kvferry.engines.vllm.shares import GroupRank, Place, check_turns, place_of
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.testing.network import LocalNetwork
 
-POOL_BYTES = 24 << 20
+POOL_BYTES = 6 << 20
 WAIT_S = 30.0
 STEP_TOKENS = 300
 """How many tokens of a prompt are computed in a step."""

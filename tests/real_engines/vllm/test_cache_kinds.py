@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.support.shown import collected, files_of, problems
+from tests.support.collecting import shown_in, unshown
 from tests.support.vllm_ranks import ALONE
 from vllm import SamplingParams
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
@@ -73,10 +73,9 @@ def test_every_spec_of_vllms_is_in_the_table_and_nothing_else():
     assert names_missing(KINDS, specs) == []
 
 
-def test_rows_that_real_engines_show_are_those_that_their_tests_try():
+def test_rows_that_real_engines_show_are_those_that_their_tests_try(pytestconfig: pytest.Config):
     folder = "tests/real_engines/vllm"
-    shown = collected(files_of(KINDS.kinds, folder))
-    assert [*problems("vllm", KINDS.kinds, folder, shown)] == []
+    assert [*unshown("vllm", KINDS.kinds, folder, shown_in(folder, KINDS.kinds, pytestconfig))] == []
 
 
 def test_vllms_own_specs_are_taken_or_refused_by_name():

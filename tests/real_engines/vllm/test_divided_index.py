@@ -99,7 +99,7 @@ class WrittenEngine(Engine):
                 others = torch.ones(len(cache), dtype=torch.bool)
                 others[own] = False
                 assert torch.equal(cache[others], earlier[layer][others]), "another request's blocks"
-                seen += int(is_written.sum())
+                seen += int(is_written.count_nonzero())
         copies = len(self.ranks) // self.made.dcp
         widths = [KEY_BYTES + 4 if "indexer" in layer else LATENT_BYTES for layer in self.groups[0].layer_names]
         assert seen == tokens * sum(widths) * copies, "every token is on one of the ranks that share it"

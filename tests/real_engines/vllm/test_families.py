@@ -114,8 +114,8 @@ def places(built: Built, shape: Shape) -> list[tuple[RankCoordinates, RankLayout
     return [(rank.coordinates, rank.described.layout) for rank in built.engine(shape).values()]
 
 
-def test_the_tests_that_cells_name_are_run():
-    assert missing_tests((cell for *_, cell in cells()), "tests/real_engines/vllm") == []
+def test_the_tests_that_cells_name_are_run(pytestconfig: pytest.Config):
+    assert missing_tests((cell for *_, cell in cells()), "tests/real_engines/vllm", pytestconfig) == []
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------

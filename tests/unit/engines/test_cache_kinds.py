@@ -6,7 +6,7 @@ import ast
 
 import pytest
 from tests.support.clones import ROOT
-from tests.support.shown import Shown, collected, files_of, problems
+from tests.support.collecting import CollectedTest, shown_in, unshown
 
 from kvferry.engines.cache_kinds import CacheKind, CacheKinds, names_missing
 from kvferry.engines.sglang.cache_kinds import KINDS as SGLANG
@@ -32,26 +32,25 @@ def test_the_test_of_every_row_is_there(engine: str, kind: CacheKind):
 
 @pytest.mark.full
 @pytest.mark.parametrize("engine", TABLES)
-def test_every_row_is_shown_by_a_test_that_says_so(engine: str):
+def test_every_row_is_shown_by_a_test_that_says_so(engine: str, pytestconfig: pytest.Config):
     """Rows that real engines show are looked at in their environments, by `test_cache_kinds.py` there."""
     rows = TABLES[engine].kinds
     elsewhere = [row for row in rows if not row.test.startswith(("tests/unit/", f"tests/real_engines/{engine}/"))]
     assert elsewhere == []
-    assert [*problems(engine, rows, "tests/unit", collected(files_of(rows, "tests/unit")))] == []
+    assert [*unshown(engine, rows, "tests/unit", shown_in("tests/unit", rows, pytestconfig))] == []
 
 
 def test_a_row_whose_test_does_not_say_so_or_takes_too_long_is_found():
     rows = [CacheKind(name, "keys", f"tests/unit/test_{name}.py::test", transfer="all") for name in "abcde"]
-    shown = [
-        Shown("tests/unit/test_a.py::test", "vllm", ("a",), is_long=False),
-        Shown("tests/unit/test_b.py::test", "vllm", ("b",), is_long=True),
-        Shown("tests/unit/test_c.py::test", "sglang", ("c",), is_long=False),
-        Shown("tests/unit/test_d.py::another", "vllm", ("d",), is_long=False),
-        Shown("tests/unit/test_e.py::test", "vllm", ("e", "f"), is_long=False),
-        Shown("tests/unit/test_e.py::test", "vllm", ("e",), is_long=True),
+    tests = [
+        CollectedTest("tests/unit/test_a.py::test", False, (("vllm", "a"),)),
+        CollectedTest("tests/unit/test_b.py::test", True, (("vllm", "b"),)),
+        CollectedTest("tests/unit/test_c.py::test", False, (("sglang", "c"),)),
+        CollectedTest("tests/unit/test_d.py::another", False, (("vllm", "d"),)),
+        CollectedTest("tests/unit/test_e.py::test[0]", False, (("vllm", "e", "f"),)),
+        CollectedTest("tests/unit/test_e.py::test[1]", True, (("vllm", "e"),)),
     ]
-    assert files_of(rows, "tests/unit") == {f"tests/unit/test_{name}.py" for name in "abcde"}
-    assert [*problems("vllm", rows, "tests/unit", shown)] == [
+    assert [*unshown("vllm", rows, "tests/unit", tests)] == [
         "b: tests/unit/test_b.py::test runs in make test-long alone",
         "c: tests/unit/test_c.py::test does not say that it tries it",
         "d: tests/unit/test_d.py::test does not say that it tries it",
