@@ -5,8 +5,9 @@ No model runs. What runs on a CPU is compared token by token elsewhere: docs/fam
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,17 @@ def exchanged(shape: FamilyShape) -> list[Family]:
 
 
 @pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(request.param, tmp_path_factory.mktemp("family"))
+def latest_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Keeps one family's engines, by its name, for all tests in a row that are of it.
+
+    A parametrized fixture would not: it tells its cases apart by their place, and each test of a family has another.
+    """
+    return lru_cache(maxsize=1)(lambda name: of_family(name, tmp_path_factory.mktemp("family")))
+
+
+@pytest.fixture
+def built(request: pytest.FixtureRequest, latest_family: Callable[[str], Built]) -> Built:
+    return latest_family(request.param.name)
 
 
 def of_families(

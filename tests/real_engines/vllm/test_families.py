@@ -7,8 +7,9 @@ Blocks are as GPUs have them, where tokens can be told apart. What runs on a CPU
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,17 @@ def stand_ins() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Built:
-    return Built(request.param, tmp_path_factory.mktemp("family"))
+def latest_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
+    """Keeps one family's engines, by its name, for all tests in a row that are of it.
+
+    A parametrized fixture would not: it tells its cases apart by their place, and each test of a family has another.
+    """
+    return lru_cache(maxsize=1)(lambda name: of_family(name, tmp_path_factory.mktemp("family")))
+
+
+@pytest.fixture
+def built(request: pytest.FixtureRequest, latest_family: Callable[[str], Built]) -> Built:
+    return latest_family(request.param.name)
 
 
 def has_stages(family: Family) -> bool:
