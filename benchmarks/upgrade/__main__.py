@@ -1,11 +1,11 @@
 """An upgrade under load: `python -m benchmarks.upgrade --requests 10000`, or `make upgrade REQUESTS=10000`.
 
-Two prefill engines, of which one sends directly and one through staging memory, two decode engines, each a process of its
-own over NIXL with a shared secret, and three members of etcd as their registry. All begin with the release before, from
-the history of the repository. While requests keep coming, every engine is replaced by this tree's, one after the other:
-it gets no new requests, those that it has end, its process ends, and its successor registers under the same name. Then
-every member of etcd is killed and started again. Every request must arrive byte-exact on the decode side. The exit code is 0
-only then.
+Two prefill engines, of which one sends directly and one through staging memory, two decode engines, each a process of
+its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with the release before,
+from the history of the repository. While requests keep coming, every engine is replaced by this tree's, one after the
+other: it gets no new requests, those that it has end, its process ends, and its successor registers under the same
+name. Then every member of etcd is killed and started again. Every request must arrive byte-exact on the decode side.
+The exit code is 0 only then.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from benchmarks.upgrade.upgrade import ENGINES, Account, Ended, Plan, Upgrade
 from tests.support.etcd import EtcdCluster
 
 MEMBERS = 3
+_STEPS = ("drained_s", "ended_s", "started_s")
 
 
 def latencies(requests: list[Ended], begin: float, end: float) -> dict[str, float]:
@@ -57,11 +58,11 @@ def shown(data: dict[str, Any]) -> str:
         f"{data['requests']:,} requests in {data['seconds']:.0f} s, from {data['releases']['older']} to "
         f"{data['releases']['newer']}: {sum(data['failed'].values())} failed; the gateway could not ask the registry "
         f"{data['failed_look_ups']} times",
-        f"{'':16} {'drained':>9} {'away':>9} {'requests':>9} {'p50':>9} {'p99':>9}",
+        f"{'':16}" + "".join(f" {name:>9}" for name in ("drained", "ended", "started", "requests", "p50", "p99")),
     ]
     took = {each["what"]: each for each in data["replacements"]}
     for name, measured in data["latencies"].items():
-        times = "".join(f" {took[name][key]:7.2f} s" if name in took else f" {'':9}" for key in ("drained_s", "away_s"))
+        times = "".join(f" {took[name][key]:7.2f} s" if name in took else f" {'':9}" for key in _STEPS)
         lines.append(
             f"{name:16}{times} {measured['requests']:9,} {measured['p50_ms']:6.1f} ms {measured['p99_ms']:6.1f} ms"
         )
@@ -77,11 +78,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=150.0, help="how many come in a second")
     parser.add_argument("--replaced", type=int, default=ENGINES, help="engines of each side that are replaced")
     parser.add_argument("--members", type=int, default=MEMBERS, help="members of etcd that are restarted")
-    parser.add_argument("--quiet", type=float, default=3.0, help="seconds before the first replacement and after the last")
+    parser.add_argument(
+        "--quiet", type=float, default=3.0, help="seconds before the first replacement and after the last"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     typed = parser.parse_args()
     if typed.requests < 1 or typed.rate <= 0 or not 0 <= typed.replaced <= ENGINES or not 0 <= typed.members <= MEMBERS:
-        parser.error(f"--requests and --rate must be positive, --replaced at most {ENGINES}, --members at most {MEMBERS}")
+        parser.error(
+            f"--requests and --rate must be positive, --replaced at most {ENGINES}, --members at most {MEMBERS}"
+        )
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     plan = Plan(typed.requests, typed.rate, typed.replaced, typed.members, typed.quiet)

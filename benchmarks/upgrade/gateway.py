@@ -6,7 +6,7 @@ Whoever replaces an engine asks for it to be drained first: it gets no new reque
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Mapping
 from types import TracebackType
 
 from kvferry import EngineView, Settings, create_registry_client
@@ -52,10 +52,14 @@ class Gateway:
         view = self._views.get(engine)
         return view.registrations[0].incarnation if view is not None and view.complete else None
 
-    def choose(self, engines: Collection[str], load: Callable[[str], int]) -> str | None:
-        """Returns the engine for a request: of those that are registered and not draining the one with the least load."""
-        able = [each for each in engines if each not in self._draining and self.incarnation(each) is not None]
-        return min(able, key=load, default=None)
+    def choose(self, loads: Mapping[str, int]) -> str | None:
+        """Returns the engine for a request: the least loaded one that is registered and not draining; None if none is.
+
+        Args:
+            loads: how many requests each engine has.
+        """
+        able = [each for each in loads if each not in self._draining and self.incarnation(each) is not None]
+        return min(able, key=lambda each: loads[each], default=None)
 
     def __enter__(self) -> Gateway:
         return self

@@ -6,14 +6,16 @@ import itertools
 import multiprocessing.connection
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from multiprocessing.connection import Connection
+from typing import Any
 
 from benchmarks.soak.ranks import Broken, Fate, Order, Ready, Report
 from benchmarks.upgrade.gateway import Gateway
 from benchmarks.upgrade.processes import RankHost, RankSpec, Running
 from benchmarks.upgrade.releases import Release
+from tests.support.etcd import EtcdCluster, Member
 
 from kvferry import Settings
 
@@ -35,31 +37,6 @@ SETTINGS: dict[str, Any] = {
     "staging_memory_mib": 32.0,
 }
 _KEPT_PROBLEMS = 20
-
-
-class Member(Protocol):
-    """A member of the registry."""
-
-    number: int
-
-    def kill(self) -> None:
-        """Ends it at once."""
-
-    def start(self) -> None:
-        """Starts it, with the data that it had."""
-
-
-class Cluster(Protocol):
-    """The registry."""
-
-    members: Sequence[Any]
-
-    @property
-    def url(self) -> str:
-        """Where it is."""
-
-    def has_leader(self, member: int) -> bool:
-        """Whether a member would answer a question that all must agree about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +65,16 @@ class Replacement:
 
     Attributes:
         drained_s: how long it took to end the requests that it had.
-        away_s: how long it was not there, from its end until it took requests again.
+        ended_s: how long its process took to end after that.
+        started_s: how long its successor took, until it got requests.
     """
 
     what: str
     begin: float
     end: float
     drained_s: float
-    away_s: float
+    ended_s: float
+    started_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +132,7 @@ class _Request:
 class Upgrade:
     """Runs a plan."""
 
-    def __init__(self, plan: Plan, older: Release, newer: Release, cluster: Cluster) -> None:
+    def __init__(self, plan: Plan, older: Release, newer: Release, cluster: EtcdCluster) -> None:
         """Starts every process with the older release."""
         self.account = Account()
         self._plan = plan
@@ -217,18 +196,19 @@ class Upgrade:
         due = self._plan.rate * self._now()
         while self._begun < due:
             decode = min(
-                (each for each in self._decodes if each.spec.engine not in self._closed and self._free[each.spec.number]),
+                (
+                    each
+                    for each in self._decodes
+                    if each.spec.engine not in self._closed and self._free[each.spec.number]
+                ),
                 key=lambda each: each.load,
                 default=None,
             )
-            by_name = {each.spec.engine: each for each in self._prefills}
-            chosen = self._gateway.choose(by_name, lambda name: by_name[name].load)
+            chosen = self._gateway.choose({each.spec.engine: each.load for each in self._prefills})
             if decode is None or chosen is None:
                 return
-            prefill = by_name[chosen]
-            order = Order(
-                next(self._numbers), self._free[decode.spec.number].pop(), prefill.spec.number, Fate.PLAIN
-            )
+            prefill = next(each for each in self._prefills if each.spec.engine == chosen)
+            order = Order(next(self._numbers), self._free[decode.spec.number].pop(), prefill.spec.number, Fate.PLAIN)
             self._requests[order.room] = _Request(order, prefill, decode, self._now())
             self._begun += 1
             for each in (prefill, decode):
@@ -240,15 +220,18 @@ class Upgrade:
             connection: each for each in self._engines for connection in each.host.connections if not connection.closed
         }
         for connection in multiprocessing.connection.wait(list(by_connection), timeout_s):
-            engine = by_connection[connection]  # type: ignore[index]
+            assert isinstance(connection, Connection)
+            engine = by_connection[connection]
             try:
-                reports = connection.recv()  # type: ignore[union-attr]
+                reports = connection.recv()
             except (EOFError, ConnectionResetError):
                 raise _StuckError(f"{engine.spec.engine} ended by itself") from None
             for report in reports:
                 match report:
                     case Running() if not engine.host.runs(report):
-                        raise _StuckError(f"{engine.spec.engine} runs {report.source}, not {engine.host.release.source}")
+                        raise _StuckError(
+                            f"{engine.spec.engine} runs {report.source}, not {engine.host.release.source}"
+                        )
                     case Ready():
                         engine.is_up = True
                     case Broken(what):
@@ -297,32 +280,33 @@ class Upgrade:
         yield from self._until(lambda: engine.host.has_ended)
         if not engine.host.end():
             self.account.problem(f"{name} did not end well")
+        ended = self._now()
         engine.is_up, engine.host = False, RankHost(self._newer, [engine.spec])
         yield from self._until(lambda: engine.is_up)
         if is_prefill:
             yield from self._until(lambda: self._gateway.incarnation(name) not in (None, before))
         self._gateway.reopen(name)
         self._closed.discard(name)
-        self._note(name, begin, drained)
+        self._note(name, begin, drained, ended)
 
-    def _restart(self, member: Any) -> Iterator[bool]:
+    def _restart(self, member: Member) -> Iterator[bool]:
         begin = self._now()
         member.kill()
         yield from self._for(0.5)  # the others notice, and choose a leader if it was that
         member.start()
         yield from self._until(lambda: self._cluster.has_leader(member.number), every_s=0.2)
-        self._note(f"etcd member {member.number}", begin, begin)
+        self._note(f"etcd member {member.number}", begin, begin, begin)
 
-    def _note(self, what: str, begin: float, drained: float) -> None:
+    def _note(self, what: str, begin: float, drained: float, ended: float) -> None:
         now = self._now()
-        self.account.replacements.append(Replacement(what, begin, now, drained - begin, now - drained))
+        self.account.replacements.append(Replacement(what, begin, now, drained - begin, ended - drained, now - ended))
 
     def _for(self, seconds: float) -> Iterator[bool]:
         until = self._now() + seconds
         while self._now() < until:
             yield True
 
-    def _until(self, holds: Any, *, every_s: float = 0.0) -> Iterator[bool]:
+    def _until(self, holds: Callable[[], bool], *, every_s: float = 0.0) -> Iterator[bool]:
         began = looked = time.monotonic()
         while not holds():
             while True:

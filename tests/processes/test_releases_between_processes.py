@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,8 @@ class Releases:
         ready = wait(list(self._host_of), PATIENCE_S)
         assert ready, "nothing was reported"
         for connection in ready:
-            yield from ((connection, each) for each in connection.recv())  # type: ignore[union-attr]
+            assert isinstance(connection, Connection)
+            yield from ((connection, each) for each in connection.recv())
 
     def exchange(self) -> dict[int, list[Report]]:
         """Sends rooms from all prefill ranks to all decode ranks; returns what both sides say of each."""
@@ -128,6 +129,8 @@ def test_releases_exchange_every_byte_both_ways_round_directly_and_staged(older:
     assert len(rooms) == 2 * 2 * 4 * ROOMS
     assert not [report for both in rooms.values() for report in both if report.error or report.wrong]
     alone = Versions(SPOKEN.oldest, SPOKEN.oldest)
-    assert spoken[0] == [alone] * 4, "an older registry forgets the newest version: whoever asks it speaks the older one"
+    assert spoken[0] == [alone] * 4, (
+        "an older registry forgets the newest version: whoever asks it speaks the older one"
+    )
     assert spoken[1] == [alone, alone, SPOKEN, SPOKEN]
     assert ended == [True, True]

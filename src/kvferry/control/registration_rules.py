@@ -48,7 +48,9 @@ def check_agreement(registration: RankRegistration, other: RankRegistration, lea
         RegistrationRefusedError: if they differ, naming both values.
     """
     differences = [
-        f"{name} is {mine!r} here and {its!r} there" for name, mine, its in _compared(registration, other) if mine != its
+        f"{name} is {mine!r} here and {its!r} there"
+        for name, mine, its in _compared(registration, other)
+        if mine != its
     ]
     ours, theirs = registration.spoken, other.spoken
     # While an engine is upgraded rank by rank, releases one version apart stand beside each other in it: decode ranks

@@ -1,4 +1,4 @@
-"""Endpoints of two releases serve each other; what one of them requires and the other does not know is refused by name."""
+"""Endpoints of two releases serve each other; what one requires and the other does not know is refused by name."""
 
 from __future__ import annotations
 
@@ -100,11 +100,13 @@ def test_what_is_required_of_a_peer_that_cannot_be_told_so_is_refused_too(engine
     """The release before reads no requirements, as if it knew them all."""
     both, model = engines(), Model()
     newer, older = {"requires": ("faster rooms",)}, {"versions": OLDER, "features": frozenset({"faster rooms"})}
-    with release(**(newer if side == "prefill" else older)):  # type: ignore[arg-type]
+    with release(**(newer if side == "prefill" else older)):
         source = both.prefill(model)
-    with release(**(newer if side == "decode" else older)):  # type: ignore[arg-type]
+    with release(**(newer if side == "decode" else older)):
         sink = both.decode(model)
-    with pytest.raises(IncompatiblePeerError, match="version 12 with this side, which requires 'faster rooms': that takes"):
+    with pytest.raises(
+        IncompatiblePeerError, match="version 12 with this side, which requires 'faster rooms': that takes"
+    ):
         sink.endpoints[0].connect(source.name, timeout_s=WAIT_S)
 
 

@@ -285,7 +285,9 @@ def test_both_versions_are_read(version: int):
 def test_a_side_of_the_release_before_refuses_the_newer_version():
     older = Versions(12, 12)
     assert decode_to_prefill(encode(Ping(), 12), older) == Ping()
-    with pytest.raises(VersionError, match="version 13, and this side speaks protocol version 12: upgrade kvferry on this"):
+    with pytest.raises(
+        VersionError, match="version 13, and this side speaks protocol version 12: upgrade kvferry on this"
+    ):
         decode_to_prefill(encode(Ping(), 13), older)
 
 

@@ -62,8 +62,8 @@ def test_ranges_that_do_not_meet_are_refused_with_both_and_the_side_to_upgrade(m
     with pytest.raises(VersionError) as caught:
         agreed(mine, theirs, peer="prefill rank 3 of 'p'")
     assert str(caught.value) == (
-        f"prefill rank 3 of 'p' speaks {theirs}, this side {mine}: upgrade kvferry on {side} side first, to a release that "
-        f"speaks version {version}"
+        f"prefill rank 3 of 'p' speaks {theirs}, this side {mine}: upgrade kvferry on {side} side first, to a release "
+        f"that speaks version {version}"
     )
     with pytest.raises(VersionError, match=f"upgrade kvferry on {side} side first"):
         check_spoken(theirs.newest if is_mine_older else theirs.oldest, mine)

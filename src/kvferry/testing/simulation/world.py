@@ -170,7 +170,7 @@ class World:
         self.note("%s starts on %s at %s", name, machine, address)
 
     def _spoken(self, life: str) -> Versions:
-        """Returns which versions of the protocol a life of a rank speaks: in some worlds some are of the release before."""
+        """Returns which versions a life of a rank speaks: in some worlds some are of the release before."""
         is_older = self._mixes_releases and random.Random(f"{self.seed} {life} is older").random() < 0.5
         return Versions(SPOKEN.oldest, SPOKEN.oldest) if is_older else SPOKEN
 
