@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import assume, given
-from hypothesis import strategies as st
 from tests.support.registered_ranks import rank
 
 from kvferry.errors import IncompatiblePeerError, SettingsError, VersionError
@@ -24,49 +22,47 @@ from kvferry.protocol.wire.versions import (
     check_spoken,
 )
 
-ranges = st.builds(
-    lambda oldest, more: Versions(oldest, oldest + more), st.integers(0, 20), st.sampled_from([0, 0, 1, 1, 2, 5])
-)
+RANGES = [Versions(oldest, newest) for newest in range(6) for oldest in range(newest + 1)]
+PAIRS = list(itertools.product(RANGES, RANGES))
+"""Every case, in small."""
 
 
-@given(ranges, ranges)
-def test_both_sides_come_to_the_same_version_and_speak_it(mine: Versions, theirs: Versions):
-    version = mine.shared_with(theirs)
-    assert version == theirs.shared_with(mine)
-    both = [each for each in range(30) if each in mine and each in theirs]
-    assert version == max(both, default=None)
+def test_both_sides_come_to_the_same_version_the_newest_that_both_speak():
+    for mine, theirs in PAIRS:
+        both = [each for each in range(10) if each in mine and each in theirs]
+        assert mine.shared_with(theirs) == theirs.shared_with(mine) == max(both, default=None), (mine, theirs)
 
 
-@given(st.integers(0, 20), st.integers(0, 20))
-def test_releases_that_are_one_version_apart_always_understand_each_other(first: int, second: int):
+def test_releases_that_are_one_version_apart_always_understand_each_other():
     """Each speaks its own version and the one before, as every release must."""
-    first_one, second_one = (Versions(each, each + 1) for each in (first, second))
-    assert (first_one.shared_with(second_one) is not None) == (abs(first - second) <= 1)
+    for first, second in itertools.product(range(6), range(6)):
+        one, other = Versions(first, first + 1), Versions(second, second + 1)
+        assert (one.shared_with(other) is not None) == (abs(first - second) <= 1)
 
 
-@given(ranges, ranges)
-def test_a_message_in_the_version_that_was_agreed_on_is_read_by_both(mine: Versions, theirs: Versions):
-    version = mine.shared_with(theirs)
-    assume(version is not None)
-    assert version is not None
-    data = codec.encode(Hello(), version)
-    assert codec.decode_to_prefill(data, mine) == codec.decode_to_prefill(data, theirs) == Hello()
-    assert codec.version_of(data) == version
+def test_a_message_in_the_version_that_was_agreed_on_is_read_by_both():
+    for mine, theirs in PAIRS:
+        version = mine.shared_with(theirs)
+        if version is not None:
+            data = codec.encode(Hello(), version)
+            assert codec.decode_to_prefill(data, mine) == codec.decode_to_prefill(data, theirs) == Hello()
+            assert codec.version_of(data) == version == agreed(mine, theirs, peer="it")
 
 
-@given(ranges, ranges)
-def test_ranges_that_do_not_meet_are_refused_with_both_and_the_side_to_upgrade(mine: Versions, theirs: Versions):
-    assume(mine.shared_with(theirs) is None)
-    is_mine_older = mine.newest < theirs.newest
-    side, version = ("this", theirs.oldest) if is_mine_older else ("the peer's", mine.oldest)
-    with pytest.raises(VersionError) as caught:
-        agreed(mine, theirs, peer="prefill rank 3 of 'p'")
-    assert str(caught.value) == (
-        f"prefill rank 3 of 'p' speaks {theirs}, this side {mine}: upgrade kvferry on {side} side first, to a release "
-        f"that speaks version {version}"
-    )
-    with pytest.raises(VersionError, match=f"upgrade kvferry on {side} side first"):
-        check_spoken(theirs.newest if is_mine_older else theirs.oldest, mine)
+def test_ranges_that_do_not_meet_are_refused_with_both_and_the_side_to_upgrade():
+    apart = [pair for pair in PAIRS if pair[0].shared_with(pair[1]) is None]
+    assert len(apart) > 50
+    for mine, theirs in apart:
+        is_mine_older = mine.newest < theirs.newest
+        side, version = ("this", theirs.oldest) if is_mine_older else ("the peer's", mine.oldest)
+        with pytest.raises(VersionError) as caught:
+            agreed(mine, theirs, peer="prefill rank 3 of 'p'")
+        assert str(caught.value) == (
+            f"prefill rank 3 of 'p' speaks {theirs}, this side {mine}: upgrade kvferry on {side} side first, to a "
+            f"release that speaks version {version}"
+        )
+        with pytest.raises(VersionError, match=f"upgrade kvferry on {side} side first"):
+            check_spoken(theirs.newest if is_mine_older else theirs.oldest, mine)
 
 
 def test_this_release_speaks_its_own_version_and_the_one_before():
@@ -110,16 +106,18 @@ def test_a_decode_rank_is_answered_in_the_version_in_which_it_last_spoke():
 # ---- what one side requires of the other ---------------------------------------------------------------------------
 
 
-@given(st.sets(st.sampled_from("abcd")), st.sets(st.sampled_from("abcd")))
-def test_what_is_required_and_not_known_is_named(required: set[str], known: set[str]):
-    if required <= known:
-        check_required(required, known, peer="the peer")
-        return
-    with pytest.raises(IncompatiblePeerError) as caught:
-        check_required(sorted(required), known, peer="decode rank 0 of 'd'")
-    names = ", ".join(repr(each) for each in sorted(required - known))
-    assert str(caught.value).startswith(f"decode rank 0 of 'd' requires {names}, which kvferry ")
-    assert str(caught.value).endswith(" of this side does not know: upgrade kvferry on this side first")
+def test_what_is_required_and_not_known_is_named():
+    names = ("", "a", "b", "ab", "abc")
+    for required, known in itertools.product(names, names):
+        unknown = sorted(set(required) - set(known))
+        if not unknown:
+            check_required(required, known, peer="the peer")
+            continue
+        with pytest.raises(IncompatiblePeerError) as caught:
+            check_required(required, known, peer="decode rank 0 of 'd'")
+        listed = ", ".join(repr(each) for each in unknown)
+        assert str(caught.value).startswith(f"decode rank 0 of 'd' requires {listed}, which kvferry ")
+        assert str(caught.value).endswith(" of this side does not know: upgrade kvferry on this side first")
 
 
 def test_a_peer_of_a_version_without_requirements_can_be_told_none():
