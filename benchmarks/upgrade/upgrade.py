@@ -180,10 +180,10 @@ class Upgrade:
                     if is_replacing or self._begun < self._plan.requests:
                         self._begin_requests()
                     self._check_ends()
-                self.account.seconds = self._now()
             except _StuckError as error:
                 self.account.problem(str(error))
             finally:
+                self.account.seconds = self._now()
                 self.account.registry_problems = self._gateway.problems
                 for each in (*self._decodes, *self._prefills):  # a decode engine first: it misses nobody
                     if not each.host.end():
