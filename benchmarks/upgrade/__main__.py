@@ -4,7 +4,8 @@ Two prefill engines, of which one sends directly and one through staging memory,
 its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with the release before,
 from the history of the repository. While requests keep coming, every engine is replaced by this tree's, one after the
 other: it gets no new requests, those that it has end, its process ends, and its successor registers under the same
-name. Then every member of etcd is killed and started again. Every request must arrive byte-exact on the decode side.
+name. Then every member of etcd is killed and started again; with `--registry http` kvferry's own registry is there
+instead, and replaced like an engine. Every request must arrive byte-exact on the decode side.
 The exit code is 0 only then.
 """
 
@@ -19,8 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.upgrade.registries import HttpRegistry
 from benchmarks.upgrade.releases import THIS_TREE, MissingReleaseError, previous_release
-from benchmarks.upgrade.upgrade import ENGINES, Account, Ended, Plan, Upgrade
+from benchmarks.upgrade.upgrade import ENGINES, SETTINGS, Account, Ended, Plan, Upgrade
 from tests.support.etcd import EtcdCluster
 
 MEMBERS = 3
@@ -77,7 +79,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=10_000, help="how many, at least")
     parser.add_argument("--rate", type=float, default=150.0, help="how many come in a second")
     parser.add_argument("--replaced", type=int, default=ENGINES, help="engines of each side that are replaced")
-    parser.add_argument("--members", type=int, default=MEMBERS, help="members of etcd that are restarted")
+    parser.add_argument("--registry", choices=("etcd", "http"), default="etcd", help="three members, or kvferry's own")
+    parser.add_argument("--members", type=int, default=MEMBERS, help="processes of it that are restarted, at most")
     parser.add_argument(
         "--quiet", type=float, default=3.0, help="seconds before the first replacement and after the last"
     )
@@ -95,8 +98,16 @@ def main() -> None:
             older = previous_release(Path(folder) / "older")
         except MissingReleaseError as error:
             sys.exit(str(error))
-        with EtcdCluster(Path(folder), MEMBERS) as cluster:
-            account = Upgrade(plan, older, THIS_TREE, cluster).run()
+        if typed.registry == "etcd":
+            with EtcdCluster(Path(folder), MEMBERS) as cluster:
+                account = Upgrade(plan, older, THIS_TREE, cluster).run()
+        else:
+            secret = str(SETTINGS["secret"])
+            registry = HttpRegistry(older, THIS_TREE, lease_s=SETTINGS["registry_lease_s"], secret=secret)
+            try:
+                account = Upgrade(plan, older, THIS_TREE, registry).run()
+            finally:
+                registry.kill()
     data = as_data(account, {"older": older.name, "newer": THIS_TREE.name})
     print(json.dumps(data) if typed.json else shown(data))
     sys.exit(bool(account.problems))

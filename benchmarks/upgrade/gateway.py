@@ -19,12 +19,13 @@ class Gateway:
     """Looks at the registry from a thread of its own, and never waits for it.
 
     Attributes:
-        problems: how many look-ups failed; what was known before goes on to hold.
+        looks: how many look-ups succeeded.
+        problems: how many failed; what was known before goes on to hold.
     """
 
     def __init__(self, settings: Settings) -> None:
         """Begins to look."""
-        self.problems = 0
+        self.looks = self.problems = 0
         self._client = create_registry_client(settings, settings.registry_address)
         self._draining: set[str] = set()
         self._views: dict[str, EngineView] = {}
@@ -36,6 +37,7 @@ class Gateway:
         while not self._is_closed.wait(_LOOK_EVERY_S):
             try:
                 self._views = {each.engine: each for each in self._client.engines()}
+                self.looks += 1
             except RegistryError:
                 self.problems += 1
 

@@ -102,9 +102,9 @@ class RegistryHost:
         url: where it answers.
     """
 
-    def __init__(self, release: Release, *, lease_s: float, secret: str | None = None) -> None:
+    def __init__(self, release: Release, *, lease_s: float, secret: str | None = None, port: int = 0) -> None:
         """Starts it, and returns when it answers."""
-        command = [sys.executable, "-m", "kvferry", "registry", "--lease-s", str(lease_s), "--port", "0"]
+        command = [sys.executable, "-m", "kvferry", "registry", "--lease-s", str(lease_s), "--port", str(port)]
         environment = {**release.environment, **({} if secret is None else {"KVFERRY_SECRET": secret})}
         self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
         assert self._process.stdout is not None

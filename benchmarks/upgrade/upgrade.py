@@ -14,8 +14,8 @@ from typing import Any
 from benchmarks.soak.ranks import Broken, Fate, Order, Ready, Report
 from benchmarks.upgrade.gateway import Gateway
 from benchmarks.upgrade.processes import RankHost, RankSpec, Running
+from benchmarks.upgrade.registries import Member, Restarted
 from benchmarks.upgrade.releases import Release
-from tests.support.etcd import EtcdCluster, Member
 
 from kvferry import Settings
 
@@ -132,13 +132,13 @@ class _Request:
 class Upgrade:
     """Runs a plan."""
 
-    def __init__(self, plan: Plan, older: Release, newer: Release, cluster: EtcdCluster) -> None:
+    def __init__(self, plan: Plan, older: Release, newer: Release, registry: Restarted) -> None:
         """Starts every process with the older release."""
         self.account = Account()
         self._plan = plan
         self._newer = newer
-        self._cluster = cluster
-        settings = SETTINGS | {"registry_url": cluster.url}
+        self._registry = registry
+        settings = SETTINGS | {"registry_url": registry.url}
         self._gateway = Gateway(Settings(**settings))
         self._prefills = [
             self._started(RankSpec("prefill", number, settings | {"path": PATHS[number % 2]}), older)
@@ -265,8 +265,8 @@ class Upgrade:
         yield from self._for(plan.quiet_s)
         for engine in (*self._prefills[: plan.replaced], *self._decodes[: plan.replaced]):
             yield from self._replace(engine)
-        for member in self._cluster.members[: plan.members]:
-            yield from self._restart(member)
+        for number, member in enumerate(self._registry.members[: plan.members]):
+            yield from self._restart(number, member)
         yield from self._for(plan.quiet_s)
 
     def _replace(self, engine: _Engine) -> Iterator[bool]:
@@ -289,13 +289,17 @@ class Upgrade:
         self._closed.discard(name)
         self._note(name, begin, drained, ended)
 
-    def _restart(self, member: Member) -> Iterator[bool]:
+    def _restart(self, number: int, member: Member) -> Iterator[bool]:
+        """Ends a process of the registry and starts it again, until all engines are registered there as before."""
         begin = self._now()
         member.kill()
         yield from self._for(0.5)  # the others notice, and choose a leader if it was that
         member.start()
-        yield from self._until(lambda: self._cluster.has_leader(member.number), every_s=0.2)
-        self._note(f"etcd member {member.number}", begin, begin, begin)
+        yield from self._until(lambda: self._registry.has_leader(number), every_s=0.2)
+        looks = self._gateway.looks + 2  # one may have begun before
+        names = [each.spec.engine for each in self._prefills]
+        yield from self._until(lambda: self._gateway.looks >= looks and all(map(self._gateway.incarnation, names)))
+        self._note(f"registry, process {number}", begin, begin, begin)
 
     def _note(self, what: str, begin: float, drained: float, ended: float) -> None:
         now = self._now()
