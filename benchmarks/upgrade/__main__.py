@@ -57,8 +57,8 @@ def as_data(account: Account, versions: dict[str, str]) -> dict[str, Any]:
 def shown(data: dict[str, Any]) -> str:
     """The same, for people."""
     lines = [
-        f"{data['requests']:,} requests in {data['seconds']:.0f} s, from {data['releases']['older']} to "
-        f"{data['releases']['newer']}: {sum(data['failed'].values())} failed; the gateway could not ask the registry "
+        f"{data['requests']:,} requests in {data['seconds']:.0f} s, from {data['releases']['first']} to "
+        f"{data['releases']['then']}: {sum(data['failed'].values())} failed; the gateway could not ask the registry "
         f"{data['failed_look_ups']} times",
         f"{'':16}" + "".join(f" {name:>9}" for name in ("drained", "ended", "started", "requests", "p50", "p99")),
     ]
@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--quiet", type=float, default=3.0, help="seconds before the first replacement and after the last"
     )
+    parser.add_argument("--back", action="store_true", help="from this tree back to the release before")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     typed = parser.parse_args()
     if typed.requests < 1 or typed.rate <= 0 or not 0 <= typed.replaced <= ENGINES or not 0 <= typed.members <= MEMBERS:
@@ -98,17 +99,18 @@ def main() -> None:
             older = previous_release(Path(folder) / "older")
         except MissingReleaseError as error:
             sys.exit(str(error))
+        first, then = (THIS_TREE, older) if typed.back else (older, THIS_TREE)
         if typed.registry == "etcd":
             with EtcdCluster(Path(folder), MEMBERS) as cluster:
-                account = Upgrade(plan, older, THIS_TREE, cluster).run()
+                account = Upgrade(plan, first, then, cluster).run()
         else:
             secret = str(SETTINGS["secret"])
-            registry = HttpRegistry(older, THIS_TREE, lease_s=SETTINGS["registry_lease_s"], secret=secret)
+            registry = HttpRegistry(first, then, lease_s=SETTINGS["registry_lease_s"], secret=secret)
             try:
-                account = Upgrade(plan, older, THIS_TREE, registry).run()
+                account = Upgrade(plan, first, then, registry).run()
             finally:
                 registry.kill()
-    data = as_data(account, {"older": older.name, "newer": THIS_TREE.name})
+    data = as_data(account, {"first": first.name, "then": then.name})
     print(json.dumps(data) if typed.json else shown(data))
     sys.exit(bool(account.problems))
 

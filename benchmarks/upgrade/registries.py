@@ -16,7 +16,7 @@ class Member(Protocol):
         """Ends it."""
 
     def start(self) -> None:
-        """Starts it again, perhaps with a newer release."""
+        """Starts it again, perhaps with another release."""
 
 
 class Restarted(Protocol):
@@ -35,19 +35,19 @@ class Restarted(Protocol):
 
 
 class HttpRegistry:
-    """kvferry's own registry: one process, of the older release until it is started again.
+    """kvferry's own registry: one process, of one release until it is started again, of the other one.
 
     Attributes:
         members: itself.
     """
 
-    def __init__(self, older: Release, newer: Release, *, lease_s: float, secret: str) -> None:
-        """Starts it with the older release."""
-        self._newer = newer
+    def __init__(self, first: Release, then: Release, *, lease_s: float, secret: str) -> None:
+        """Starts it with the first release."""
+        self._then = then
         self._start: Callable[[Release, int], RegistryHost] = lambda release, port: RegistryHost(
             release, lease_s=lease_s, secret=secret, port=port
         )
-        self._host = self._start(older, 0)
+        self._host = self._start(first, 0)
         self.url = self._host.url
         self.members: Sequence[Member] = (self,)
 
@@ -56,8 +56,8 @@ class HttpRegistry:
         self._host.close()
 
     def start(self) -> None:
-        """Starts the newer release on the same port."""
-        self._host = self._start(self._newer, int(self.url.rpartition(":")[2]))
+        """Starts the other release on the same port."""
+        self._host = self._start(self._then, int(self.url.rpartition(":")[2]))
 
     def has_leader(self, member: int = 0) -> bool:
         """Returns True: it answers as soon as it has started."""

@@ -132,20 +132,20 @@ class _Request:
 class Upgrade:
     """Runs a plan."""
 
-    def __init__(self, plan: Plan, older: Release, newer: Release, registry: Restarted) -> None:
-        """Starts every process with the older release."""
+    def __init__(self, plan: Plan, first: Release, then: Release, registry: Restarted) -> None:
+        """Starts every process with the first release; the other one replaces it."""
         self.account = Account()
         self._plan = plan
-        self._newer = newer
+        self._then = then
         self._registry = registry
         settings = SETTINGS | {"registry_url": registry.url}
         self._gateway = Gateway(Settings(**settings))
         self._prefills = [
-            self._started(RankSpec("prefill", number, settings | {"path": PATHS[number % 2]}), older)
+            self._started(RankSpec("prefill", number, settings | {"path": PATHS[number % 2]}), first)
             for number in range(ENGINES)
         ]
         self._decodes = [
-            self._started(RankSpec("decode", number, settings | {"engines": ENGINES}, plan.slots), older)
+            self._started(RankSpec("decode", number, settings | {"engines": ENGINES}, plan.slots), first)
             for number in range(ENGINES)
         ]
         self._free = {number: list(range(plan.slots)) for number in range(ENGINES)}
@@ -270,7 +270,7 @@ class Upgrade:
         yield from self._for(plan.quiet_s)
 
     def _replace(self, engine: _Engine) -> Iterator[bool]:
-        """Upgrades an engine: no new requests, those that it has end, its process ends, and the newer one starts."""
+        """Replaces an engine: no new requests, those that it has end, its process ends, the other release starts."""
         name, is_prefill, begin = engine.spec.engine, engine.spec.role == "prefill", self._now()
         before = self._gateway.incarnation(name)
         self._gateway.drain(name) if is_prefill else self._closed.add(name)
@@ -281,7 +281,7 @@ class Upgrade:
         if not engine.host.end():
             self.account.problem(f"{name} did not end well")
         ended = self._now()
-        engine.is_up, engine.host = False, RankHost(self._newer, [engine.spec])
+        engine.is_up, engine.host = False, RankHost(self._then, [engine.spec])
         yield from self._until(lambda: engine.is_up)
         if is_prefill:
             yield from self._until(lambda: self._gateway.incarnation(name) not in (None, before))

@@ -42,7 +42,7 @@ def test_what_failed_is_shown():
     account.replacements.append(Replacement("prefill-0", 1.0, 2.0, drained_s=0.1, ended_s=0.2, started_s=0.7))
     account.failed["decode"] += 1
     account.problem("request 7 failed")
-    data = as_data(account, {"older": "v1", "newer": "this tree"})
+    data = as_data(account, {"first": "v1", "then": "this tree"})
     assert data["requests"] == 3
     assert data["latencies"]["before"] == {"requests": 1, "p50_ms": 10.0, "p99_ms": 10.0}
     assert data["latencies"]["prefill-0"] == {"requests": 1, "p50_ms": 30.0, "p99_ms": 30.0}
