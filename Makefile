@@ -39,10 +39,13 @@ ETCD := .etcd/usr/bin/etcd
 # How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
 SOAK_FLAGS ?=
+# How many requests come, at least, while `make upgrade` replaces every process.
+REQUESTS ?= 10000
+UPGRADE_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak clean
+.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak upgrade clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -70,6 +73,7 @@ help:
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
 	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there"
 	@echo "make soak    set up, then 1,000 rooms in flight and random faults (MINUTES=10 SOAK_FLAGS='--seed 1')"
+	@echo "make upgrade set up, then replace every process by the newer release under load (REQUESTS=10000)"
 	@echo "make clean   remove the environment and all caches"
 
 $(INSTALLED): pyproject.toml
@@ -239,6 +243,9 @@ bench-gpu:
 
 soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
+
+upgrade: $(INSTALLED) etcd
+	$(VENV)/bin/python -m benchmarks.upgrade --requests $(REQUESTS) $(UPGRADE_FLAGS)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

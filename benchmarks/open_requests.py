@@ -24,6 +24,7 @@ from kvferry.protocol.transfer.receiver_events import SendOpen
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 
 LAYERS = 4
 PROCESS = field_types.ProcessIdentity(machine="", pid=1, started=1)
@@ -74,7 +75,7 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
             coordinates=each,
             control_address=f"tcp://p{each.engine_rank}:1",
             layout_digest="-",
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
         )
         for each in sources
     )

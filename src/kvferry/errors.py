@@ -15,7 +15,8 @@
     |   `-- EndpointClosedError     the endpoint was closed
     |-- PeerError                   the peer broke the rules
     |   |-- MessageError            bytes that are no message of ours
-    |   |-- VersionError            a message of another protocol version
+    |   |   `-- UnknownMessageError a message of a type that a newer release has; it is ignored
+    |   |-- VersionError            the two sides share no version of the protocol
     |   `-- IncompatiblePeerError   the two sides cannot exchange caches; names both values
     |-- TransportError              memory or bytes could not be registered, connected or moved
     |   |-- TransportUnavailableError  the transport's library or hardware is missing
@@ -114,8 +115,12 @@ class MessageError(PeerError):
     """Bytes arrived that are no message of this protocol."""
 
 
+class UnknownMessageError(MessageError):
+    """A message of a type that this release does not know. It is ignored, and what it came through goes on."""
+
+
 class VersionError(PeerError):
-    """The peer speaks another version of the protocol."""
+    """The peer speaks no version of the protocol that this side speaks. The message says which side to upgrade."""
 
 
 class IncompatiblePeerError(PeerError):

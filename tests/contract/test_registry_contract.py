@@ -214,7 +214,7 @@ def test_a_rank_whose_lease_was_lost_registers_again(client: Registry):
     ("changes", "words"),
     [
         ({"layout_digest": "other"}, "layout_digest is 'other' here and 'digest' there"),
-        ({"protocol_version": 2}, "protocol_version is 2 here and 1 there"),
+        ({"protocol_version": 2}, "protocol version 2 here, protocol version 1 there, and none in common"),
         ({"tp_size": 4}, "world_size is 4 here and 2 there"),
     ],
 )

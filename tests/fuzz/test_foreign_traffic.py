@@ -17,6 +17,7 @@ from kvferry.control.credentials import Credentials
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 
 SECRET = "the secret of this test"
 CREDENTIALS = Credentials.derived_from(SECRET)
@@ -32,7 +33,7 @@ BODIES = [
             coordinates=RankCoordinates(),
             control_address="tcp://127.0.0.1:1",
             layout_digest="digest",
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
         )
     ),
     b'{"engine": "stranger"}',

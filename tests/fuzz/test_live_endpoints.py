@@ -22,6 +22,7 @@ from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
 from kvferry.protocol.wire import codec, field_types, messages, notifications
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 
 BURST = 200
 WITHIN_S = PATIENCE_S
@@ -103,7 +104,7 @@ class HostilePrefillRank:
             coordinates=RankCoordinates(),
             control_address=f"tcp://127.0.0.1:{port}",
             layout_digest="digest",
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=PROTOCOL_VERSION,
         )
 
     def welcome(self) -> messages.Welcome:

@@ -36,11 +36,12 @@ from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, moves_of
-from kvferry.protocol.links import pods
+from kvferry.protocol.links import link, pods
 from kvferry.protocol.links.decode_channels import DecodeChannels
 from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import ReliableChannel
+from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
@@ -829,6 +830,17 @@ def _joined_unready(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UnreadChunks, "signalled", signalled)
 
 
+# ---- releases beside each other --------------------------------------------------------------------------------------
+
+
+def _spoken_to_in_the_newest_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(link, "agreed", lambda mine, theirs, *, peer: mine.newest)
+
+
+def _answered_in_the_newest_version(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SpokenVersions, "of", lambda spoken, decode_rank: spoken.mine.newest)
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -904,6 +916,8 @@ PLANTED: dict[str, Plant] = {
     "a refusal of the prefill side is told nobody": _refused_by_silence,
     "layers read before they are ready": _readiness_assumed,
     "layers join others before they are ready": _joined_unready,
+    "older prefill ranks spoken to in the newest version": _spoken_to_in_the_newest_version,
+    "older decode ranks answered in the newest version": _answered_in_the_newest_version,
 }
 
 ONLY_ENUMERATED: dict[str, Plant] = {

@@ -21,6 +21,7 @@ from kvferry.plan.requests.page_numbers import MAX_PAGES
 from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS
 from kvferry.protocol.wire import codec, field_types
 from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_RANKS
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 from kvferry.transport.base import MOST_REGIONS
 
 
@@ -182,7 +183,7 @@ def test_every_error_is_on_the_reference_page_and_in_the_tree():
 def test_the_changelog_has_the_protocol_version_of_the_code():
     versions = re.findall(r"^- Protocol version (\d+)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
     assert versions == sorted(versions, key=int, reverse=True), "the newest stands first"
-    assert int(versions[0]) == codec.PROTOCOL_VERSION
+    assert int(versions[0]) == PROTOCOL_VERSION
 
 
 def test_documents_link_to_what_exists():

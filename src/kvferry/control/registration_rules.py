@@ -48,10 +48,15 @@ def check_agreement(registration: RankRegistration, other: RankRegistration, lea
         RegistrationRefusedError: if they differ, naming both values.
     """
     differences = [
-        f"{name} is {ours!r} here and {theirs!r} there"
-        for name, ours, theirs in _compared(registration, other)
-        if ours != theirs
+        f"{name} is {mine!r} here and {its!r} there"
+        for name, mine, its in _compared(registration, other)
+        if mine != its
     ]
+    ours, theirs = registration.spoken, other.spoken
+    # While an engine is upgraded rank by rank, releases one version apart stand beside each other in it: decode ranks
+    # agree on a version with each rank.
+    if ours.shared_with(theirs) is None:
+        differences.append(f"{ours} here, {theirs} there, and none in common")
     if differences:
         raise RegistrationRefusedError(
             f"{named(registration)} at {registration.control_address} differs from the live rank "
@@ -102,7 +107,6 @@ def _compared(ours: RankRegistration, theirs: RankRegistration) -> Iterable[tupl
     for name in ("tp_size", "cp_size", "pp_size", "dp_size"):
         yield name, getattr(ours.coordinates, name), getattr(theirs.coordinates, name)
     yield "layout_digest", ours.layout_digest, theirs.layout_digest
-    yield "protocol_version", ours.protocol_version, theirs.protocol_version
 
 
 @lru_cache(maxsize=64)  # whoever asks for an unknown engine asks again, and comparing a thousand names takes 10 ms

@@ -207,7 +207,7 @@ class RegistryClient(Registry):
         yield good("registry", f"{self._url} answers, version {health.version}, up for {health.uptime_s:.0f} s")
         if health.version != __version__:
             what = f"it runs {health.version}, this is {__version__}"
-            yield warning("registry", what, "run the same kvferry everywhere")
+            yield warning("registry", what, "upgrade it before the engines, and these to the same release")
 
     def load(self) -> None:
         """Loads what requests need, without making one: the first is as fast as the others then."""

@@ -120,6 +120,7 @@ class Endpoint(ABC):
             checksums=self.settings.checksums,
             fingerprint=self.fingerprint,
             may_differ=self.settings.fields_that_may_differ,
+            versions=self._platform.versions,
         )
 
     @property

@@ -128,7 +128,7 @@ def test_a_replaced_incarnation_may_return_once_its_successor_left():
         ({"coordinates": RankCoordinates(pp_rank=1, pp_size=2)}, ["tp_size is 1 here and 2 there"]),
         ({"coordinates": RankCoordinates(dp_rank=1, dp_size=2)}, ["dp_size is 2 here and 1 there"]),
         ({"layout_digest": "other"}, ["layout_digest is 'other' here and 'digest' there"]),
-        ({"protocol_version": 2}, ["protocol_version is 2 here and 1 there"]),
+        ({"protocol_version": 2}, ["protocol version 2 here, protocol version 1 there, and none in common"]),
     ],
 )
 def test_a_rank_that_differs_from_a_live_rank_is_refused_with_both_values(

@@ -36,8 +36,8 @@ from kvferry.errors import (
     TransferTimeoutError,
     VersionError,
 )
-from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 from kvferry.transport.registered import RegisteredMemory
 
 
@@ -302,7 +302,7 @@ def foreign_registration(address: str, **changed: Any) -> RankRegistration:
         "coordinates": Shape().coordinates()[0],
         "control_address": address,
         "layout_digest": "x",
-        "protocol_version": codec.PROTOCOL_VERSION,
+        "protocol_version": PROTOCOL_VERSION,
     }
     return RankRegistration(**{**usual, **changed})
 
@@ -325,7 +325,7 @@ def test_another_protocol_version_is_refused_before_anything_is_sent(
         foreign_engine(registry_url, protocol_version=99) as name,
         pytest.raises(
             VersionError,
-            match=f"speaks protocol version 99, this side {codec.PROTOCOL_VERSION}: run the",
+            match=f"speaks protocol version 99, this side protocol versions 12 to {PROTOCOL_VERSION}: upgrade",
         ),
     ):
         both.decode(Model()).endpoints[0].connect(name)

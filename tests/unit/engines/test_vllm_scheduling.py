@@ -10,7 +10,14 @@ import pytest
 
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
-from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM, receive_parameters, send_parameters
+from kvferry.engines.vllm.parameters import (
+    LARGEST_ROOM,
+    ROOM,
+    ReceiveParameters,
+    answer,
+    receive_parameters,
+    send_parameters,
+)
 from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
@@ -704,6 +711,23 @@ class TestParameters:
     def test_an_engine_that_cannot_be_is_refused(self, engine: object):
         with pytest.raises(UsageError, match="remote_engine_id"):
             receive_parameters({"do_remote_prefill": True, "remote_engine_id": engine, ROOM: 1})
+
+    def test_parameters_of_another_release_are_read_as_far_as_they_are_known(self):
+        novelty = {"kvferry_novelty": {"one": [2]}, "remote_host": "elsewhere"}
+        sent = send_parameters({"do_remote_decode": True, ROOM: 7} | novelty)
+        assert sent is not None
+        params = answer(sent, engine="p", request="r", tokens=3)
+        assert receive_parameters(params | novelty) == ReceiveParameters(7, "p")
+        said_before = {
+            "do_remote_prefill",
+            "do_remote_decode",
+            "remote_engine_id",
+            "remote_request_id",
+            "remote_num_tokens",
+        }
+        assert said_before | {ROOM} <= params.keys(), "the release before has them from us"
+        needed_before = {"do_remote_prefill": True, "remote_engine_id": "p", ROOM: 7}
+        assert receive_parameters(needed_before) == ReceiveParameters(7, "p"), "and says no more"
 
 
 class TestConditions:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support.tiers import examples
 
-from kvferry.errors import MessageError, PeerError, VersionError
+from kvferry.errors import MessageError, PeerError, UnknownMessageError, VersionError
 from kvferry.layout import (
     Axis,
     Component,
@@ -71,6 +71,7 @@ from kvferry.protocol.wire.messages import (
     Welcome,
 )
 from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived, StagedSegment, WriterFinished
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION, SPOKEN, Versions
 from kvferry.transport import PeerMetadata
 
 
@@ -133,6 +134,7 @@ EXAMPLES: list[Message] = [
             path=TransferPath.STAGED, ring=StagingRing(address=4096, num_bytes=8192, epoch=7), problem="none"
         ),
         fingerprint={"weights": "3f9a", "cache_dtype": "float8_e5m2"},
+        requires=("longer rooms",),
     ),
     Detach(endpoint="d0"),
     Ping(epoch=3, sent=5, received=4, resends=True),
@@ -267,12 +269,40 @@ def test_garbage_is_no_message(decoder: Any, data: bytes):
 
 
 @pytest.mark.parametrize("decoder", DECODERS.values())
-def test_another_version_is_refused_with_both_versions_named(decoder: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(codec, "PROTOCOL_VERSION", 513)
-    data = encode(Ping())
-    monkeypatch.undo()
-    with pytest.raises(VersionError, match=rf"version 513, this side {codec.PROTOCOL_VERSION}\b"):
-        decoder(data)
+@pytest.mark.parametrize(("version", "side"), [(513, "this"), (11, "the peer's")])
+def test_another_version_is_refused_with_what_each_side_speaks(decoder: Any, version: int, side: str):
+    spoken = rf"version {version}, and this side speaks protocol versions 12 to {PROTOCOL_VERSION}: "
+    with pytest.raises(VersionError, match=rf"{spoken}upgrade kvferry on {side} side first"):
+        decoder(encode(Ping(), version))
+
+
+@pytest.mark.parametrize("version", [12, 13])
+def test_both_versions_are_read(version: int):
+    data = encode(Detach(endpoint="d0"), version)
+    assert (codec.version_of(data), decode_to_prefill(data)) == (version, Detach(endpoint="d0"))
+
+
+def test_a_side_of_the_release_before_refuses_the_newer_version():
+    older = Versions(12, 12)
+    assert decode_to_prefill(encode(Ping(), 12), older) == Ping()
+    with pytest.raises(
+        VersionError, match="version 13, and this side speaks protocol version 12: upgrade kvferry on this"
+    ):
+        decode_to_prefill(encode(Ping(), 13), older)
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values())
+def test_a_message_of_a_type_that_is_new_to_us_is_told_from_a_malformed_one(decoder: Any):
+    novelty = msgspec.msgpack.encode({"type": "Novelty" * 100, "room": 1})
+    with pytest.raises(UnknownMessageError, match=r"of type 'Novelty.{,60}', which kvferry \S+ does not know"):
+        decoder(with_body(novelty))
+
+
+@pytest.mark.parametrize("body", [{"room": 1}, {"type": 3}, {"type": "Detach", "endpoint": 3}, ["Novelty"], 7])
+def test_what_is_malformed_is_no_message_of_a_type_that_is_new_to_us(body: Any):
+    with pytest.raises(MessageError) as caught:
+        decode_to_prefill(with_body(msgspec.msgpack.encode(body)))
+    assert not isinstance(caught.value, UnknownMessageError)
 
 
 def test_another_version_is_told_before_its_body_is_read():
@@ -580,12 +610,12 @@ REQUIRED: dict[Any, str] = {
     Welcome: "endpoint engine coordinates layout transport process",
     WriterFinished: "room generation writer chunks",
 }
-"""What every message of version 12 has had from the first on. Whatever else one gains must have a default."""
+"""What every message of versions 12 and 13 has had from the first on. Whatever else one gains must have a default."""
 
 
 def test_within_a_version_messages_only_gain_fields_with_defaults():
     """During an upgrade both releases read one another. Whatever else changes takes a new version, and a new table."""
-    assert codec.PROTOCOL_VERSION == 12
+    assert Versions(12, 13) == SPOKEN
     assert {kind for union in DECODERS for kind in get_args(union)} == set(REQUIRED)
     for kind, names in REQUIRED.items():
         assert {each.name for each in msgspec.structs.fields(kind) if each.required} == set(names.split())

@@ -28,8 +28,8 @@ from kvferry.errors import (
     RegistryError,
 )
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.wire.codec import PROTOCOL_VERSION
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 from kvferry.settings import Settings, bracketed
 
 ENGINE = "kvferry-bench"

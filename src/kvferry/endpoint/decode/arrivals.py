@@ -80,7 +80,7 @@ class Arrivals:
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""
         try:
-            message = codec.decode_notification(data)
+            message = codec.decode_notification(data, self._context.identity.versions)
         except PeerError as error:
             log.warning("dropped a notification from %s: %s", peer, error)
             return

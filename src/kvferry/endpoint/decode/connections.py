@@ -10,6 +10,7 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import Message
+from kvferry.protocol.wire.versions import SPOKEN
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +22,13 @@ class Line:
     Attributes:
         links: those that go there; none if only refusals do.
         attempt: the last to attach that was begun there.
+        version: of the protocol, in which a message was last sent there.
     """
 
     connection: Connection
     links: list[Link] = field(default_factory=list)
     attempt: int = 0
+    version: int = SPOKEN.oldest
 
 
 class Connections:
@@ -71,17 +74,22 @@ class Connections:
             if link not in line.links:
                 line.links.append(link)
 
-    def send(self, address: str, message: Message) -> None:
+    def send(self, address: str, message: Message, version: int) -> None:
         """Sends a message, over a new connection if there is none.
 
         What cannot be sent is lost, as what a connection loses that breaks: most of it is sent again with a heartbeat.
 
+        Args:
+            version: of the protocol, in which to speak to the rank there.
+
         Raises:
             MessageError: if it cannot be encoded.
         """
-        data = codec.encode(message)
+        data = codec.encode(message, version)
         try:
-            self._line(address).connection.send(data)
+            line = self._line(address)
+            line.version = version
+            line.connection.send(data)
         except PeerDisconnectedError as error:
             log.debug("%s to %s was lost: %s", type(message).__name__, address, error)
 
@@ -107,8 +115,9 @@ class Connections:
     def _close(self, address: str) -> None:
         """Sends a close message and closes the connection."""
         line = self.lines.pop(address)
+        detach = messages.Detach(endpoint=self._endpoint, attempt=line.attempt)
         try:
-            line.connection.send(codec.encode(messages.Detach(endpoint=self._endpoint, attempt=line.attempt)))
+            line.connection.send(codec.encode(detach, line.version))
         except PeerDisconnectedError as error:
             log.debug("no close message to %s: %s", address, error)
         self._end.disconnect(line.connection)

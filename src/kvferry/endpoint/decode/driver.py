@@ -17,7 +17,7 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import Loop
-from kvferry.errors import KVFerryError, PeerError
+from kvferry.errors import KVFerryError, PeerError, UnknownMessageError
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
@@ -180,7 +180,9 @@ class DecodeDriver(Loop):
             if link is not None:
                 link.record_answer(address)
             try:
-                self._take(address, link, codec.decode_to_decode(data), now)
+                self._take(address, link, codec.decode_to_decode(data, self.context.identity.versions), now)
+            except UnknownMessageError as error:
+                log.warning("ignored a message from %s: %s", address, error)
             except KVFerryError as error:
                 if link is not None:
                     self._links.fail(link, error, now)

@@ -168,7 +168,7 @@ class Links:
     def send_all(self, sends: Iterable[Send]) -> None:
         """Sends what a link says is to be sent."""
         for each in sends:
-            self.connections.send(each.address, each.message)
+            self.connections.send(each.address, each.message, each.version)
 
     # ---- the life of a link -------------------------------------------------------------------------------------
 

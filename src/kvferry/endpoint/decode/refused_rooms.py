@@ -14,7 +14,7 @@ from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.errors import MessageError
 from kvferry.protocol.links.link import Link
-from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.registrations import RankRegistration
 
 
@@ -142,7 +142,8 @@ class Refusals:
 
     def _tell(self, refusal: Refusal) -> None:
         for registration in refusal.unanswered:
-            if registration.protocol_version != codec.PROTOCOL_VERSION:
+            version = self._identity.versions.shared_with(registration.spoken)
+            if version is None:
                 continue  # it would not understand
             message = messages.RefuseRoom(
                 endpoint=registration.incarnation,
@@ -154,4 +155,4 @@ class Refusals:
                 holder=refusal.holder,
             )
             with contextlib.suppress(MessageError):  # one that no rank could read
-                self._connections.send(registration.control_address, message)
+                self._connections.send(registration.control_address, message, version)

@@ -29,6 +29,7 @@ from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.messages import Attach
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
+from kvferry.protocol.wire.versions import PROTOCOL_VERSION, check_can_require, check_required
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
@@ -217,6 +218,7 @@ def attach(
     mine: Identity,
     transport: Transport,
     staging: SendingStaging,
+    version: int = PROTOCOL_VERSION,
     merged_bytes: int = MERGED_BYTES,
     broken_off: Callable[[], None] = lambda: None,
 ) -> Attachment:
@@ -225,16 +227,21 @@ def attach(
     Args:
         mine: who this endpoint is.
         staging: what it has for staged writes.
+        version: of the protocol, in which the decode rank speaks.
         merged_bytes: most bytes that neighbours become one descriptor of.
         broken_off: called where a write that measures fails: what was sent of it may arrive yet.
 
     Raises:
-        IncompatiblePeerError: if they cannot, naming both values.
+        IncompatiblePeerError: if they cannot, naming both values; or if a side requires a feature that the other one
+            does not know.
         LayoutError: if the decode rank's layout and coordinates disagree on context parallelism.
         SettingsError: if it asks for digests and there cannot be any.
         TransportError: if connecting or preparing fails.
         WriteHangsError: if a write that measures does not end; the transport stays connected then.
     """
+    decode_rank = f"decode rank {message.coordinates.engine_rank} of {message.engine!r}"
+    check_required(message.requires, mine.features, peer=decode_rank)
+    check_can_require(mine.requires, version, peer=decode_rank)
     tolerated = check_same_fingerprint(
         mine.fingerprint,
         message.fingerprint,

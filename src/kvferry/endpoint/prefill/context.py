@@ -12,7 +12,8 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.observe.observer import Observer
 from kvferry.protocol.bounded import remember
-from kvferry.protocol.wire import field_types, messages
+from kvferry.protocol.links.spoken_versions import SpokenVersions
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -57,6 +58,7 @@ class PrefillContext:
         send: sends a control message to a decode rank.
         write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
             there either.
+        spoken: the versions of the protocol in which decode ranks are spoken to.
         broken_off: decode ranks that what was sent of a failed write may still reach.
     """
 
@@ -69,7 +71,16 @@ class PrefillContext:
     now: Callable[[], float]
     send: Callable[[str, field_types.Message], None]
     write_failed: Callable[[Attachment, Exception], None]
+    spoken: SpokenVersions
     broken_off: BrokenOff = field(default_factory=BrokenOff)
+
+    def encoded(self, receiver: str, message: field_types.Message) -> bytes:
+        """Encodes a message or notification for a decode rank.
+
+        Raises:
+            MessageError: if it cannot travel.
+        """
+        return codec.encode(message, self.spoken.of(receiver))
 
     @property
     def engine_rank(self) -> int:

@@ -14,7 +14,7 @@ from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
 from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.sender_events import WriteAdmitted, WriteDeferred
-from kvferry.protocol.wire import codec, notifications
+from kvferry.protocol.wire import notifications
 from kvferry.transport import TransferHandle, TransferReport
 
 
@@ -47,7 +47,7 @@ class DirectWrite(RoomWrite):
                 selected.local_indices,
                 selected.remote,
                 selected.remote_indices,
-                codec.encode(self._arrived()),
+                context.encoded(self.receiver, self._arrived()),
             )
         except Exception as error:
             context.admission.give_back(admitted)

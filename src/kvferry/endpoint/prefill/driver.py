@@ -32,6 +32,7 @@ from kvferry.errors import (
 )
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
+from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
@@ -100,6 +101,7 @@ class PrefillDriver(Loop):
             transport=identity.transport,
             process=platform.identity(settings),
             fingerprint=dict(identity.fingerprint),
+            requires=identity.requires,
         )
         self.admission = Admission(
             most_bytes=int(settings.direct_mib * 2**20),
@@ -117,6 +119,7 @@ class PrefillDriver(Loop):
             now=platform.now,
             send=self.send,
             write_failed=self._write_failed,
+            spoken=SpokenVersions(identity.versions),
         )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
@@ -275,7 +278,7 @@ class PrefillDriver(Loop):
             receiver, message = self._outbox.popleft()
             try:
                 for each in self.ranks.channels.outgoing(receiver, message):
-                    self._channel.send(receiver, codec.encode(each))
+                    self._channel.send(receiver, self._context.encoded(receiver, each))
             except KVFerryError as error:
                 # A closed endpoint misses neither a close message nor the answer to a heartbeat, and what has a number
                 # is sent again.
@@ -292,7 +295,8 @@ class PrefillDriver(Loop):
             log.exception("a message from %s met an unexpected error; the others go on", identity)
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
-        message = codec.decode_to_prefill(data)
+        message = codec.decode_to_prefill(data, self._identity.versions)
+        self._context.spoken.record(identity, codec.version_of(data))
         peer = self.ranks.peer(identity)
         if peer is not None:
             peer.last_message_at = now

@@ -6,7 +6,6 @@ import logging
 
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
-from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
@@ -46,7 +45,8 @@ class Registration:
             coordinates=identity.coordinates,
             control_address=control_address,
             layout_digest=identity.layout.digest,
-            protocol_version=codec.PROTOCOL_VERSION,
+            protocol_version=identity.versions.oldest,
+            newest_protocol_version=identity.versions.newest,
         )
 
         def report(error: Exception) -> None:

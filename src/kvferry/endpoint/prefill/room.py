@@ -41,7 +41,7 @@ from kvferry.protocol.transfer.sender_events import (
     WriteProgressed,
 )
 from kvferry.protocol.transfer.states import SenderState, TransferState
-from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire import messages, notifications
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -382,7 +382,7 @@ class SendingRoom(Actor):
             aux=command.aux,
         )
         try:
-            self._context.transport.notify(command.receiver, codec.encode(message))
+            self._context.transport.notify(command.receiver, self._context.encoded(command.receiver, message))
         except Exception as error:
             self.post(FinishSent(command.receiver, error))
         else:

@@ -21,7 +21,7 @@ from kvferry.plan import Choice
 from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender_events import Write, WriteProgressed
-from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import Slot, SourceMemory
@@ -147,7 +147,7 @@ class StagedWrite(RoomWrite):
                 Region(slot.address, span.num_bytes),
                 self.command.receiver,
                 peer.address + peer.ring.place(span),
-                codec.encode(gathered.notification),
+                context.encoded(self.command.receiver, gathered.notification),
             )
         except Exception as error:
             memory.give_back(slot)

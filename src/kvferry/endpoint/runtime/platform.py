@@ -33,6 +33,7 @@ from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.settings import Settings, bracketed
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.resources import MachineResources, StagingResources
@@ -63,11 +64,13 @@ class Platform(ABC):
         name: what tells it from other machines.
         process: which process this is.
         staging: memory and kernels for staged transfers.
+        versions: which versions of the protocol the process speaks.
     """
 
     name: str
     process: ProcessIdentity
     staging: StagingResources
+    versions: Versions = SPOKEN
 
     @abstractmethod
     def now(self) -> float:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import msgspec
 from sglang.srt.disaggregation.common.conn import PrefillServerInfo
@@ -36,11 +37,11 @@ class PrefillServer:
 
 
 def described(bootstrap_address: str) -> PrefillServerInfo:
-    """Requests what a prefill server's bootstrap server says of it.
+    """Requests what a prefill server's bootstrap server says of it. What this SGLang has no field for is ignored.
 
     Raises:
         RegistryUnreachableError: if nothing answers.
-        RegistryError: if the server is not ready.
+        RegistryError: if the server is not ready, or does not say what this SGLang must know.
     """
     answer = get(bootstrap_address, f"/route?{_ANY_RANK}")
     if answer.status != 200:
@@ -48,7 +49,17 @@ def described(bootstrap_address: str) -> PrefillServerInfo:
         raise RegistryError(
             f"the bootstrap server at {bootstrap_address} is not ready (status {answer.status}): {said}"
         )
-    return PrefillServerInfo(**msgspec.json.decode(answer.body))
+    try:
+        told = msgspec.json.decode(answer.body, type=dict[str, Any])
+        return PrefillServerInfo(
+            **{each.name: told[each.name] for each in fields(PrefillServerInfo) if each.name in told}
+        )
+    except (msgspec.MsgspecError, TypeError) as error:
+        problem = quoted(error)
+        raise RegistryError(
+            f"what the bootstrap server at {bootstrap_address} says of its server is not understood: {problem}; is it "
+            "another SGLang than this one?"
+        ) from error
 
 
 def http_url(bootstrap_address: str, info: PrefillServerInfo) -> str | None:

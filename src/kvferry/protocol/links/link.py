@@ -24,6 +24,7 @@ from kvferry.protocol.transfer.receiver_events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration, check_engine_name
+from kvferry.protocol.wire.versions import agreed, check_can_require
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -155,8 +156,9 @@ class Link:
         """Greets the ranks that the registry named.
 
         Raises:
-            VersionError: if a rank speaks another protocol version.
-            IncompatiblePeerError: if the engine has no such data-parallel rank.
+            VersionError: if a rank speaks no protocol version that this side speaks.
+            IncompatiblePeerError: if the engine has no such data-parallel rank, or a rank speaks a version in which it
+                cannot be told what this side requires.
         """
         self.state = LinkState.GREETING
         group = [each for each in registrations if each.coordinates.dp_rank == self.key.dp_rank]
@@ -166,13 +168,10 @@ class Link:
                 f"engine {self.key.engine!r} has no dp_rank {self.key.dp_rank}: its dp_size is {size}"
             )
         for registration in group:
-            if registration.protocol_version != codec.PROTOCOL_VERSION:
-                raise errors.VersionError(
-                    f"prefill rank {registration.engine_rank} of {self.key.engine!r} speaks protocol version "
-                    f"{registration.protocol_version}, this side {codec.PROTOCOL_VERSION}: "
-                    "run the same kvferry on both"
-                )
-            rank = self._ranks[registration.engine_rank] = RankLink(registration)
+            name = f"prefill rank {registration.engine_rank} of {self.key.engine!r}"
+            version = agreed(self._identity.versions, registration.spoken, peer=name)
+            check_can_require(self._identity.requires, version, peer=name)
+            rank = self._ranks[registration.engine_rank] = RankLink(registration, version)
             self._at.setdefault(rank.address, rank)
         return self.ask(now)
 
@@ -258,8 +257,9 @@ class Link:
                 staging=offers[number],
                 checksums=self._identity.checksums,
                 fingerprint=dict(self._identity.fingerprint),
+                requires=self._identity.requires,
             )
-            sends.append(Send(rank.address, rank.request))
+            sends.append(rank.send(rank.request))
         return sends
 
     def _offer(self, rank: RankLink, pieces: tuple[Piece, ...]) -> messages.Staging:
@@ -296,11 +296,11 @@ class Link:
         rank = self._ranks[engine_rank]
         if self.is_given_up or rank.channel is None:
             return []
-        return [Send(rank.address, each) for each in rank.channel.send(codec.encode_body(message))]
+        return [rank.send(each) for each in rank.channel.send(codec.encode_body(message))]
 
     def send_unnumbered(self, engine_rank: int, message: messages.AbortRoom) -> list[Send]:
         """Sends to one rank, perhaps in vain; also where the link was given up."""
-        return [Send(self._ranks[engine_rank].address, message)]
+        return [self._ranks[engine_rank].send(message)]
 
     def last_number(self, engine_rank: int) -> int:
         """Returns the number of the last message that was sent to a rank with `send`."""
@@ -333,7 +333,7 @@ class Link:
     def ask_whether_gone(self, process: field_types.ProcessIdentity) -> list[Send]:
         """Asks the ranks on a process's machine whether the process has ended."""
         return [
-            Send(rank.address, messages.IsGone(process=process))
+            rank.send(messages.IsGone(process=process))
             for rank in self._ranks.values()
             if rank.is_on(process.machine) and rank.process != process
         ]
@@ -356,9 +356,9 @@ class Link:
         for rank in self._ranks.values():
             if rank.asked_at is None:
                 rank.asked_at = now
-            sends.append(rank.ping() if is_ready else Send(rank.address, messages.Hello()))
+            sends.append(rank.ping() if is_ready else rank.send(messages.Hello()))
             if rank.request is not None and not rank.is_attached:  # a connection that broke may have lost it
-                sends.append(Send(rank.address, rank.request))
+                sends.append(rank.send(rank.request))
         return sends
 
     def forgive(self, seconds: float, now: float) -> None:

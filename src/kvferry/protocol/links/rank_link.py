@@ -11,14 +11,20 @@ from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import check_required
 
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Send a message to the rank at an address."""
+    """Send a message to the rank at an address.
+
+    Attributes:
+        version: of the protocol, in which the rank is spoken to.
+    """
 
     address: str
     message: field_types.Message
+    version: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class RankLink:
 
     Attributes:
         registration: what the registry says of it.
+        version: of the protocol, in which it is spoken to.
         asked_at: when the oldest unanswered question was sent.
         welcome: its answer to `Hello`.
         request: the `Attach` that it was sent.
@@ -49,6 +56,7 @@ class RankLink:
     """
 
     registration: RankRegistration
+    version: int
     asked_at: float | None = None
     welcome: messages.Welcome | None = None
     request: messages.Attach | None = None
@@ -103,6 +111,7 @@ class RankLink:
             raise IncompatiblePeerError(
                 f"transport: {name} uses {welcome.transport}, this decode rank {mine.transport}"
             )
+        check_required(welcome.requires, mine.features, peer=name)
         check_token_share(welcome.layout, welcome.coordinates)
         tolerated = check_same_fingerprint(
             welcome.fingerprint,
@@ -114,9 +123,13 @@ class RankLink:
         check_exchangeable(welcome.layout, mine.layout, source_name=name, destination_name="this decode rank")
         return tolerated
 
+    def send(self, message: field_types.Message) -> Send:
+        """Addresses a message to it."""
+        return Send(self.address, message, self.version)
+
     def ping(self) -> Send:
         """Makes a heartbeat."""
-        return Send(self.address, self.channel.ping() if self.channel is not None else messages.Ping())
+        return self.send(self.channel.ping() if self.channel is not None else messages.Ping())
 
     def answered(self, pong: messages.Pong) -> list[Send]:
         """Takes the answer to a heartbeat: what it says of the messages either way.
@@ -131,8 +144,8 @@ class RankLink:
             )
         if self.channel is None or pong.epoch != self.channel.epoch:
             return []
-        return [Send(self.address, each) for each in self.channel.answered(pong)]
+        return [self.send(each) for each in self.channel.answered(pong)]
 
     def broke(self) -> list[Send]:
         """A connection broke: what was on its way may be lost, either way."""
-        return [Send(self.address, each) for each in self.channel.broke()] if self.channel is not None else []
+        return [self.send(each) for each in self.channel.broke()] if self.channel is not None else []

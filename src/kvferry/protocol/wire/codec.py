@@ -3,30 +3,34 @@
 Every message is the four bytes of `MAGIC`, the protocol version as two bytes, and a MessagePack body whose type is
 tagged.
 
-Peers of one version may be of different releases, one newer than the other, during an upgrade. So within a version a
-message may only gain fields, each with a default: those that do not know one skip it, and those that miss one take the
-default. Whatever else changes takes a new version.
+Peers may be of different releases during an upgrade. So a message may only gain fields, each with a default, and there
+may be new types of messages: those that do not know one skip it, and those that miss a field take the default. Whatever
+else changes takes a new version; see `versions`.
 """
 
 from __future__ import annotations
 
 import struct
-from typing import TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 
-from kvferry.errors import ConfigurationError, MessageError, VersionError, quoted
+from kvferry._version import __version__
+from kvferry.errors import ConfigurationError, MessageError, UnknownMessageError, quoted
 from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.messages import NumberedToDecode, NumberedToPrefill, ToDecode, ToPrefill
 from kvferry.protocol.wire.notifications import Notification
+from kvferry.protocol.wire.versions import SPOKEN, Versions, check_spoken
 
-PROTOCOL_VERSION = 12
 MAGIC = b"kvfy"
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 
 _HEADER = struct.Struct("<4sH")
 _ENVELOPE_BYTES = 64
 """What a `Numbered` takes beside its body, at most."""
+
+_LONGEST_TYPE = 64
+"""Characters of the name of an unknown type that an error quotes."""
 
 _Body = TypeVar("_Body")
 
@@ -38,13 +42,25 @@ _numbered_to_decode: msgspec.msgpack.Decoder[NumberedToDecode] = msgspec.msgpack
 _notification: msgspec.msgpack.Decoder[Notification] = msgspec.msgpack.Decoder(Notification)
 
 
-def encode(message: Message) -> bytes:
+class _Tagged(msgspec.Struct):
+    """What any message has, whatever else it holds."""
+
+    type: str
+
+
+_tagged = msgspec.msgpack.Decoder(_Tagged)
+
+
+def encode(message: Message, version: int = SPOKEN.oldest) -> bytes:
     """Encodes a message.
+
+    Args:
+        version: in which the peer is spoken to; the oldest, which every peer reads, where none was agreed upon.
 
     Raises:
         MessageError: if it is larger than the peer would accept, or holds what cannot be encoded.
     """
-    return _HEADER.pack(MAGIC, PROTOCOL_VERSION) + _encoded(message, MAX_MESSAGE_BYTES)
+    return _HEADER.pack(MAGIC, version) + _encoded(message, MAX_MESSAGE_BYTES)
 
 
 def encode_body(message: NumberedToPrefill | NumberedToDecode) -> msgspec.Raw:
@@ -62,16 +78,17 @@ def _encoded(message: Message, most_bytes: int) -> bytes:
     return body
 
 
-def _body(data: bytes) -> memoryview:
+def version_of(data: bytes) -> int:
+    """Returns the version of a message that was decoded."""
+    return int(_HEADER.unpack_from(data)[1])
+
+
+def _body(data: bytes, spoken: Versions) -> memoryview:
     if len(data) < _HEADER.size or data[:4] != MAGIC:
         raise MessageError(f"{len(data)} bytes that are no message of kvferry: {bytes(data[:16])!r}")
     if len(data) > MAX_MESSAGE_BYTES + _HEADER.size:
         raise MessageError(f"a message of {len(data)} bytes exceeds the limit of {MAX_MESSAGE_BYTES}")
-    version = _HEADER.unpack_from(data)[1]
-    if version != PROTOCOL_VERSION:
-        raise VersionError(
-            f"the peer speaks protocol version {version}, this side {PROTOCOL_VERSION}: run the same kvferry on both"
-        )
+    check_spoken(version_of(data), spoken)
     return memoryview(data)[_HEADER.size :]
 
 
@@ -79,22 +96,41 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Body], body: memoryview | msgspec
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ConfigurationError) as error:
+        unknown = _unknown_type(decoder, body)
+        if unknown is not None:
+            raise UnknownMessageError(
+                f"a {what} of type {unknown!r}, which kvferry {__version__} does not know"
+            ) from error
         raise MessageError(f"a malformed {what}: {quoted(error)}") from error
 
 
-def decode_to_prefill(data: bytes) -> ToPrefill:
+def _unknown_type(decoder: msgspec.msgpack.Decoder[Any], body: memoryview | msgspec.Raw) -> str | None:
+    """Returns the type that a message says it is of, if the decoder has none of that name."""
+    try:
+        name = _tagged.decode(body).type
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+    known = {each.__struct_config__.tag for each in get_args(decoder.type)}
+    return name[:_LONGEST_TYPE] if name not in known else None
+
+
+def decode_to_prefill(data: bytes, spoken: Versions = SPOKEN) -> ToPrefill:
     """Decodes a message from a decode rank.
+
+    Args:
+        spoken: the versions that this side speaks.
 
     Raises:
         MessageError: if the bytes are no such message, or describe an impossible layout.
-        VersionError: if they are of another protocol version.
+        UnknownMessageError: if they are a message of a type that this side does not know, and may ignore.
+        VersionError: if they are of a protocol version that this side does not speak.
     """
-    return _decoded(_to_prefill, _body(data), "message to a prefill rank")
+    return _decoded(_to_prefill, _body(data, spoken), "message to a prefill rank")
 
 
-def decode_to_decode(data: bytes) -> ToDecode:
-    """Decodes a message from a prefill rank; errors as in `decode_to_prefill`."""
-    return _decoded(_to_decode, _body(data), "message to a decode rank")
+def decode_to_decode(data: bytes, spoken: Versions = SPOKEN) -> ToDecode:
+    """Decodes a message from a prefill rank; as `decode_to_prefill`."""
+    return _decoded(_to_decode, _body(data, spoken), "message to a decode rank")
 
 
 def decode_numbered_to_prefill(body: msgspec.Raw) -> NumberedToPrefill:
@@ -107,6 +143,6 @@ def decode_numbered_to_decode(body: msgspec.Raw) -> NumberedToDecode:
     return _decoded(_numbered_to_decode, body, "numbered message to a decode rank")
 
 
-def decode_notification(data: bytes) -> Notification:
-    """Decodes a notification that came with the bytes; errors as in `decode_to_prefill`."""
-    return _decoded(_notification, _body(data), "notification")
+def decode_notification(data: bytes, spoken: Versions = SPOKEN) -> Notification:
+    """Decodes a notification that came with the bytes; as `decode_to_prefill`."""
+    return _decoded(_notification, _body(data, spoken), "notification")

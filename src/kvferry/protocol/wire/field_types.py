@@ -14,6 +14,7 @@ MAX_REASON = 8000
 """Characters of a reason. Longer ones are cut before they are sent."""
 
 MAX_GROUPS = 512
+MAX_REQUIRED = 64
 MAX_PIECES = 2**17
 MAX_SEGMENTS = 2**16
 MAX_DIGEST_BYTES = 2**20
@@ -31,6 +32,9 @@ EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=2
 
 ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 """A name for people."""
+
+RequiredFeatures: TypeAlias = Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_REQUIRED)]
+"""Names of what the receiver of a message must know; see `versions`."""
 
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
 """A sentence for people."""

@@ -29,6 +29,7 @@ from kvferry.protocol.wire.field_types import (
     ProcessIdentity,
     Random,
     Reason,
+    RequiredFeatures,
     ShortText,
     shorten,
 )
@@ -79,6 +80,7 @@ class Welcome(Message, frozen=True):
     Attributes:
         endpoint: new at every start of the rank.
         fingerprint: what its caches are beyond their layout; see `plan.fingerprint`.
+        requires: features that the decode rank must know; see `protocol.wire.versions`.
     """
 
     endpoint: EndpointName
@@ -88,6 +90,7 @@ class Welcome(Message, frozen=True):
     transport: ShortText
     process: ProcessIdentity
     fingerprint: FingerprintFields = msgspec.field(default_factory=dict)
+    requires: RequiredFeatures = ()
 
 
 class Attach(Message, frozen=True):
@@ -100,6 +103,7 @@ class Attach(Message, frozen=True):
         host: identifies the decode rank's machine.
         checksums: whether the prefill rank must digest what it sends.
         fingerprint: what the decode rank's caches are beyond their layout, as in `Welcome`.
+        requires: features that the prefill rank must know, as there.
     """
 
     endpoint: EndpointName
@@ -114,6 +118,7 @@ class Attach(Message, frozen=True):
     staging: Staging = Staging()
     checksums: bool = False
     fingerprint: FingerprintFields = msgspec.field(default_factory=dict)
+    requires: RequiredFeatures = ()
 
 
 class Attached(Message, frozen=True):

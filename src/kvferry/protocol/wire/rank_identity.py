@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.protocol.wire.versions import FEATURES, SPOKEN, Versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,9 @@ class Identity:
         checksums: whether what arrives is verified.
         fingerprint: what its caches are beyond their layout.
         may_differ: fields of it that an operator lets differ from a peer's.
+        versions: which versions of the protocol it speaks.
+        requires: features that it requires of its peers, by name.
+        features: those that it knows.
     """
 
     endpoint: str
@@ -29,6 +33,9 @@ class Identity:
     checksums: bool = False
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     may_differ: frozenset[str] = frozenset()
+    versions: Versions = SPOKEN
+    requires: tuple[str, ...] = ()
+    features: frozenset[str] = FEATURES
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import msgspec
 
 from kvferry.errors import SettingsError
 from kvferry.layout.parallel import RankCoordinates
+from kvferry.protocol.wire.versions import Versions
 
 _ENGINE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _VISIBLE_ASCII = re.compile(r"[!-~]+")
@@ -58,7 +59,8 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         coordinates: where the rank stands in its engine; the engine rank and world size follow from it.
         control_address: where decode endpoints reach the rank, such as "tcp://127.0.0.1:41234".
         layout_digest: digest of what all ranks of the engine must have in common to serve one request.
-        protocol_version: version of the messages between peers.
+        protocol_version: the oldest version of the messages between peers that the rank speaks.
+        newest_protocol_version: the newest; 0 where it names none, and speaks the one version alone.
 
     Raises:
         SettingsError: if a text is empty, too long or has unprintable characters, or a number is out of
@@ -71,6 +73,7 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
     control_address: str
     layout_digest: str
     protocol_version: int
+    newest_protocol_version: int = 0
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
@@ -84,6 +87,20 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
             raise SettingsError(f"one of tp_size, cp_size, pp_size and dp_size is above {_LARGEST_PARALLEL_SIZE}")
         if not 0 <= self.protocol_version <= _LARGEST_PROTOCOL_VERSION:
             raise SettingsError(f"protocol_version is {self.protocol_version}: it must lie in [0, 2**31)")
+        if not (self.newest_protocol_version == 0 or self._newest_is_possible):
+            raise SettingsError(
+                f"newest_protocol_version is {self.newest_protocol_version}: it must be 0, or lie in "
+                f"[{self.protocol_version}, 2**31)"
+            )
+
+    @property
+    def _newest_is_possible(self) -> bool:
+        return self.protocol_version <= self.newest_protocol_version <= _LARGEST_PROTOCOL_VERSION
+
+    @property
+    def spoken(self) -> Versions:
+        """The versions of the messages between peers that the rank speaks."""
+        return Versions(self.protocol_version, self.newest_protocol_version or self.protocol_version)
 
     @property
     def engine_rank(self) -> int:

@@ -260,7 +260,7 @@ class DecodeNode:
         for each in sends:
             self.link.record_answer(each.address)
             if only in (None, number_of(each.address)) and not isinstance(each.message, messages.Hello):
-                out.append(("up", number_of(each.address), codec.encode(each.message)))
+                out.append(("up", number_of(each.address), codec.encode(each.message, each.version)))
 
     def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:
         address = prefill_name(prefill)

@@ -18,6 +18,7 @@ from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.versions import SPOKEN
 
 ROOM = 7
 PAGE_TOKENS = 16
@@ -92,7 +93,8 @@ def registration(number: int, prefills: int) -> RankRegistration:
         coordinates=RankCoordinates(tp_rank=number, tp_size=prefills),
         control_address=prefill_name(number),
         layout_digest="1",
-        protocol_version=codec.PROTOCOL_VERSION,
+        protocol_version=SPOKEN.oldest,
+        newest_protocol_version=SPOKEN.newest,
     )
 
 

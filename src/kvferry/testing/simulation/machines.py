@@ -28,6 +28,7 @@ from kvferry.plan.packing import PackedSide
 from kvferry.protocol.links.pods import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.addressing import array_at, spread
@@ -272,6 +273,7 @@ class SimulatedPlatform(Platform):
         pods: SimulatedPods,
         pod: PodIdentity | None,
         copying_fails: Callable[[], Exception | None],
+        versions: Versions = SPOKEN,
     ) -> None:
         """Makes the process, on a machine of the world.
 
@@ -285,8 +287,10 @@ class SimulatedPlatform(Platform):
             pods: what the orchestrator knows.
             pod: the one that the process runs in, if it does.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
+            versions: which versions of the protocol it speaks.
         """
         self.name = machine
+        self.versions = versions
         self.process = ProcessIdentity(machine=machine, pid=pid, started=pid, pod=pod)
         self._pods = pods
         self._see = see

@@ -11,6 +11,7 @@ from kvferry.control.process_identity import Sight
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire.field_types import ProcessIdentity
+from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers, Computing
 from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart
@@ -107,6 +108,7 @@ class World:
         # Chances of their own, so that other worlds are as they were without them.
         self.hands_layers_in = random.Random(f"{seed} hands layers in").random() < 0.2
         self.computing: list[Computing] = []
+        self._mixes_releases = random.Random(f"{seed} mixes releases").random() < 0.25
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
 
     @property
@@ -143,6 +145,7 @@ class World:
             pods=self.pods,
             pod=pod,
             copying_fails=self.adversary.copying_fails,
+            versions=self._spoken(f"{engine.name} {rank} {life}"),
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
         pool = self._arena.take(engine.shapes[rank])
@@ -165,6 +168,11 @@ class World:
         self.processes.append(process)
         self.threads_changed()
         self.note("%s starts on %s at %s", name, machine, address)
+
+    def _spoken(self, life: str) -> Versions:
+        """Returns which versions a life of a rank speaks: in some worlds some are of the release before."""
+        is_older = self._mixes_releases and random.Random(f"{self.seed} {life} is older").random() < 0.5
+        return Versions(SPOKEN.oldest, SPOKEN.oldest) if is_older else SPOKEN
 
     def _see(self, identity: ProcessIdentity) -> Sight:
         """What its machine shows of a process: that it lives, until it was killed, or closed and no write keeps it."""

@@ -1,0 +1,129 @@
+"""Which versions of the protocol a side speaks, which one two sides use, and what one requires of the other.
+
+A side speaks a range of versions, and registers both its ends. Whoever opens a connection takes the newest version that
+both sides speak, and uses it from the first message on; the other side answers in it. So releases that are one version
+apart always understand each other, whichever of the two sides is the newer one.
+
+From version 13 on not everything that is new takes a version. An optional field, or a message of a type that the peer
+does not know, is ignored; what must not be ignored is a feature with a name, which one side requires of the other when
+they connect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvferry._version import __version__
+from kvferry.errors import IncompatiblePeerError, VersionError
+
+PROTOCOL_VERSION = 13
+"""The newest version that this release speaks."""
+
+FIRST_WITH_REQUIREMENTS = 13
+"""Peers of an earlier version cannot be told that they must know something, and do not say what they require."""
+
+FEATURES: frozenset[str] = frozenset()
+"""What a peer may require of this release, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """A range of versions, both ends included.
+
+    Raises:
+        ValueError: if it is empty.
+    """
+
+    oldest: int
+    newest: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.oldest <= self.newest:
+            raise ValueError(f"versions {self.oldest} to {self.newest}: there is none")
+
+    def __contains__(self, version: int) -> bool:
+        return self.oldest <= version <= self.newest
+
+    def __str__(self) -> str:
+        if self.oldest == self.newest:
+            return f"protocol version {self.newest}"
+        return f"protocol versions {self.oldest} to {self.newest}"
+
+    def shared_with(self, other: Versions) -> int | None:
+        """Returns the newest version that both sides speak; None if there is none."""
+        version = min(self.newest, other.newest)
+        return version if version in self and version in other else None
+
+
+SPOKEN = Versions(oldest=12, newest=PROTOCOL_VERSION)
+"""What this release speaks: its own version, and that of the release before."""
+
+
+def agreed(mine: Versions, theirs: Versions, *, peer: str) -> int:
+    """Returns the version in which to speak with a peer: the newest that both sides speak.
+
+    Args:
+        peer: names it, at the beginning of a sentence.
+
+    Raises:
+        VersionError: if there is none, naming both ranges and the side to upgrade.
+    """
+    version = mine.shared_with(theirs)
+    if version is None:
+        raise VersionError(f"{peer} speaks {theirs}, this side {mine}: {_remedy(mine, theirs)}")
+    return version
+
+
+def check_spoken(version: int, spoken: Versions) -> None:
+    """Checks that a message is of a version that this side speaks.
+
+    Raises:
+        VersionError: if it is not, naming both.
+    """
+    if version not in spoken:
+        theirs = Versions(version, version)
+        raise VersionError(f"a message of {theirs}, and this side speaks {spoken}: {_remedy(spoken, theirs)}")
+
+
+def _remedy(mine: Versions, theirs: Versions) -> str:
+    side, version = ("this", theirs.oldest) if mine.newest < theirs.oldest else ("the peer's", mine.oldest)
+    return f"upgrade kvferry on {side} side first, to a release that speaks version {version}"
+
+
+def check_required(required: Collection[str], known: Collection[str], *, peer: str) -> None:
+    """Checks that this side knows every feature that a peer requires.
+
+    Args:
+        peer: names it, at the beginning of a sentence.
+
+    Raises:
+        IncompatiblePeerError: if not, naming those that it does not know.
+    """
+    unknown = [name for name in required if name not in known]
+    if unknown:
+        raise IncompatiblePeerError(
+            f"{peer} requires {_listed(unknown)}, which kvferry {__version__} of this side does not know: upgrade "
+            "kvferry on this side first"
+        )
+
+
+def check_can_require(required: Collection[str], version: int, *, peer: str) -> None:
+    """Checks that a peer can be told what this side requires.
+
+    Args:
+        version: in which the two sides speak.
+        peer: names it, at the beginning of a sentence.
+
+    Raises:
+        IncompatiblePeerError: if this side requires anything, and the version has no requirements.
+    """
+    if required and version < FIRST_WITH_REQUIREMENTS:
+        raise IncompatiblePeerError(
+            f"{peer} speaks protocol version {version} with this side, which requires {_listed(required)}: that takes "
+            f"version {FIRST_WITH_REQUIREMENTS}: upgrade kvferry on the peer's side first"
+        )
+
+
+def _listed(names: Collection[str]) -> str:
+    return ", ".join(repr(name) for name in names)

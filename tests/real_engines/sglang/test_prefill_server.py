@@ -1,0 +1,43 @@
+"""What a prefill server of another release says of itself is read as far as it is known."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvferry.answers import Answer
+from kvferry.engines.sglang import prefill_server
+from kvferry.engines.sglang.prefill_server import described
+from kvferry.errors import RegistryError
+
+SAID = {
+    "attn_tp_size": 2,
+    "attn_cp_size": 1,
+    "dp_size": 1,
+    "pp_size": 1,
+    "page_size": 16,
+    "kv_cache_dtype": "auto",
+    "follow_bootstrap_room": True,
+}
+
+
+def answers(monkeypatch: pytest.MonkeyPatch, said: Any) -> None:
+    body = json.dumps(said).encode()
+    monkeypatch.setattr(prefill_server, "get", lambda address, path: Answer(200, body))
+
+
+def test_what_is_new_to_this_sglang_is_ignored(monkeypatch: pytest.MonkeyPatch):
+    answers(monkeypatch, SAID | {"page_colour": "green"})
+    info = described("prefill:8998")
+    assert (info.attn_tp_size, info.page_size) == (2, 16)
+
+
+@pytest.mark.parametrize("said", [{"attn_tp_size": 2}, [1, 2], "ready"], ids=["fields are missing", "list", "text"])
+def test_what_is_not_understood_is_a_problem_of_that_server(monkeypatch: pytest.MonkeyPatch, said: Any):
+    answers(monkeypatch, said)
+    with pytest.raises(
+        RegistryError, match="the bootstrap server at prefill:8998 says of its server is not understood"
+    ):
+        described("prefill:8998")
