@@ -146,7 +146,7 @@ def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.Mo
     here = InProcessTransport(InProcessNetwork())
     monkeypatch.setattr(probe, "create_transport", lambda *_: here)
     with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
-        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda: True))
+        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True))
 
 
 def test_a_transport_that_is_not_known_is_a_finding(
