@@ -36,6 +36,7 @@ SHAPES = {(1, 1), (1, 2), (2, 1), (2, 4), (2, 8), (4, 2), (8, 2)}
 """Those that `test_demo.py` has (`kvferry demo --prefill-tp 8 --decode-tp 2`); the long tier has all of these sizes."""
 
 
+SMALL = {"workers": 2, "nixl_threads": 1, "staging_ring_mib": 0.25, "staging_chunk_mib": 0.125}
 LONG_TIMES = {**TIMES, "peer_timeout_s": 10.0, "bootstrap_timeout_s": 60.0}
 """A busy machine takes a while to connect so many."""
 
@@ -50,14 +51,20 @@ class Engine:
 
 
 def start(
-    at: Place, name: str, host: Host, tp: int = 1, settings: dict[str, Any] | None = None, **variables: str
+    at: Place,
+    name: str,
+    host: Host,
+    tp: int = 1,
+    *,
+    settings: dict[str, Any] | None = None,
+    variables: dict[str, str] | None = None,
 ) -> Engine:
     """Starts an engine whose name begins with what it is."""
     shape = Shape(tp=tp, pages=ROOMS_AT_ONCE * PAGES)
-    ranks = [at.process(host, **variables) for _ in range(tp)]
+    ranks = [at.process(host, variables) for _ in range(tp)]
     method = Rank.start_prefill if name.startswith("prefill") else Rank.start_decode
     for rank, coordinates in zip(ranks, shape.coordinates(), strict=True):
-        rank.ask(method, MODEL, shape, coordinates, name, {**LONG_TIMES, **(settings or {})})
+        rank.ask(method, MODEL, shape, coordinates, name, SMALL | LONG_TIMES | (settings or {}))
     for rank in ranks:
         answer = rank.answer()
         assert answer.error is None, answer.error
@@ -142,14 +149,14 @@ def test_of_two_interfaces_the_one_that_leads_to_the_registry_is_used():
         assert not about(findings, "devices", severity="warning")
 
         blind = {"KVFERRY_NIXL_DEVICE": "all"}
-        unsure = start(at, "prefill-unsure", hosts[0], settings=TIMES, **blind)
-        never = start(at, "decode-never", hosts[2], settings=TIMES, **blind)
+        unsure = start(at, "prefill-unsure", hosts[0], settings=TIMES, variables=blind)
+        never = start(at, "decode-never", hosts[2], settings=TIMES, variables=blind)
         begin(2, unsure, never)
         for room in range(3, 6):
             served(room, unsure, decode)  # meanwhile: nobody waits for the one that cannot be reached
         ends = [engine.ranks[0].do(Rank.end, 2, END_S) for engine in (unsure, never)]
         assert [end.state for end in ends] == ["FAILED", "FAILED"], ends
         served(6, unsure, decode)
-        said = about(at.doctor(hosts[2], **blind), "devices", severity="warning")
+        said = about(at.doctor(hosts[2], variables=blind), "devices", severity="warning")
         assert "left to UCX (KVFERRY_NIXL_DEVICE is all), and eth0, eth1 have addresses" in said
         assert "set KVFERRY_NIXL_DEVICE to the one that leads to peers" in said

@@ -110,7 +110,7 @@ class Host:
         command: list[str] = ["unshare", *NAMESPACES, "--kill-child", sys.executable, "-I", "-S", str(_MAIN), name]
         command += [f"{each}={','.join(addresses)}" for each, addresses in interfaces.items()]
         with theirs:
-            self._process = subprocess.Popen(command, stdin=theirs)
+            self._process = subprocess.Popen(command, stdin=theirs.fileno())
         said, wires, _, _ = socket.recv_fds(self._socket, 1, len(interfaces))
         assert said, f"host {name} did not start"
         self.wires = dict(zip(wires, interfaces, strict=True))
@@ -119,7 +119,7 @@ class Host:
         self.inside = ("nsenter", f"--target={self._first}", "--net", "--mount", "--pid", "--uts", "--ipc")
         self.namespaces = tuple(f"/proc/{self._first}/ns/{each}" for each in ("net", "uts", "ipc", "pid", "mnt"))
 
-        # As long as it is open no other host gets the number of this namespace, which would prove that this one is gone.
+        # As long as it is open no other host gets the number of this namespace, which would prove that it is gone.
         self._numbers = os.open(f"/proc/{self._first}/ns/pid", os.O_RDONLY)
 
     @property
@@ -137,7 +137,6 @@ class Host:
         self._process.wait()
         eventually(f"{self.name} has ended", lambda: not Path(f"/proc/{self._first}/ns/net").exists())
         self._socket.close()
-
 
     def close(self) -> None:
         """Ends it, and gives everything back."""

@@ -63,7 +63,7 @@ class Place:
         """
         self.network = network
         self._address, self._nowhere = address, nowhere
-        self._tools: dict[Host, RankProcess] = {}
+        self._tools: dict[tuple[Host, tuple[tuple[str, str], ...]], RankProcess] = {}
         self._processes: list[RankProcess] = []
         self.registry = network.host("registry", address(1))
         self._is_v6 = ":" in self.registry.address
@@ -90,7 +90,7 @@ class Place:
         nowhere = {"eth1": f"10.66.0.{number}"} if self._nowhere else None
         return self.network.host(name, self._address(number), nowhere=nowhere)
 
-    def process(self, host: Host, **variables: str) -> RankProcess:
+    def process(self, host: Host, variables: Mapping[str, str] | None = None) -> RankProcess:
         """Starts a process on a host, with the variables that ranks and commands have there.
 
         Args:
@@ -101,26 +101,25 @@ class Place:
             "KVFERRY_OBSERVE_HOST": self.anywhere,
             "KVFERRY_REGISTRY_URL": self.registry_url,
             "KVFERRY_SECRET": SECRET,
-            **variables,
+            **(variables or {}),
         }
         self._processes.append(RankProcess(environment=environment, host=host))
         return self._processes[-1]
 
-    def kvferry(self, host: Host, *arguments: str, **variables: str) -> Looked:
-        """Runs a command on a host, where a rank would."""
-        if variables or host not in self._tools:
-            tools = self.process(host, **variables)
-            if not variables:
-                self._tools[host] = tools
-        else:
-            tools = self._tools[host]
-        code, text = tools.do(Rank.command, *arguments)
+    def kvferry(self, host: Host, *arguments: str, variables: Mapping[str, str] | None = None) -> Looked:
+        """Runs a command on a host, where a rank with these variables would."""
+        key = host, tuple(sorted((variables or {}).items()))
+        if key not in self._tools:
+            self._tools[key] = self.process(host, variables)
+        code, text = self._tools[key].do(Rank.command, *arguments)
         return Looked(code, " ".join(text.split()))
 
-    def doctor(self, host: Host, peer: Host | None = None, **variables: str) -> list[dict[str, str]]:
+    def doctor(
+        self, host: Host, peer: Host | None = None, *, variables: Mapping[str, str] | None = None
+    ) -> list[dict[str, str]]:
         """What the doctor finds on a host, of another one if that is given: nothing moves."""
         to = ["--peer", peer.address] if peer is not None else []
-        found = self.kvferry(host, "doctor", "--json", "--no-wire", *to, **variables)
+        found = self.kvferry(host, "doctor", "--json", "--no-wire", *to, variables=variables)
         findings: list[dict[str, str]] = json.loads(found.text)["findings"]
         return findings
 
@@ -156,15 +155,10 @@ class Site(Rooms):
         hosts: of the engines, by name.
     """
 
-    def __init__(self, place: Place, variables: Mapping[str, str] | None = None) -> None:
-        """Starts them, and runs a room between each two.
-
-        Args:
-            variables: of their processes, besides those that all have.
-        """
+    def __init__(self, place: Place) -> None:
+        """Starts them, and runs a room between each two."""
         super().__init__("staged")
         self.place = place
-        self._variables = dict(variables or {})
         self.hosts: dict[str, Host] = {}
         names = ("prefill-a", "prefill-b", "decode-a", "decode-b")
         for number, name in enumerate(names, start=2):
@@ -176,7 +170,7 @@ class Site(Rooms):
 
     def start(self, name: str, host: Host) -> Engine:
         """Starts an engine on a host."""
-        engine = Engine(name, self.place.process(host, **self._variables), is_prefill=name.startswith("prefill"))
+        engine = Engine(name, self.place.process(host), is_prefill=name.startswith("prefill"))
         self.begin_anew(engine)
         return engine
 

@@ -191,19 +191,23 @@ def _round_trip(address: str) -> Iterator[Finding]:
                 yield error("peer", f"{address} answers at times only: {problem}", "look at the network in between")
                 return
             times.append(time.monotonic() - begun_at)
+    yield _judged(address, times)
+
+
+def _judged(address: str, times: Sequence[float]) -> Finding:
+    """What round trips of so many seconds mean."""
     middle_s, longest_s = sorted(times)[len(times) // 2], max(times)
     said = f"{address} answers within {middle_s * 1e3:.1f} ms"
     if longest_s > middle_s + _RETRANSMITTED_S:
-        yield warning(
+        return warning(
             "peer",
             f"{said}, but once took {longest_s * 1e3:.0f} ms: packets get lost, or it is overloaded",
             "look at errors and drops of the interfaces on both sides: `ip -s link`",
         )
-    elif middle_s > _FAR_S:
-        yield warning(
+    if middle_s > _FAR_S:
+        return warning(
             "peer",
             f"{said}: that is far. A transfer takes several such times, whatever its size",
             "is it in another place than meant, or is a link in between full?",
         )
-    else:
-        yield good("peer", said)
+    return good("peer", said)
