@@ -134,7 +134,7 @@ test-transport: $(INSTALLED)
 	else echo "$(TRANSPORT) is not here, for the reason above: the tests over it are left out"; fi
 
 # Hosts that are network namespaces. Part of `make test-full`, too; without the right to make them it says so.
-HOSTS_TESTS := tests/processes/test_hosts.py tests/processes/test_faults_network.py
+HOSTS_TESTS := tests/processes/test_hosts.py tests/processes/test_network_faults.py
 test-hosts: $(INSTALLED)
 	$(VENV)/bin/python -m pytest -n 2 --dist loadscope --tier full -rs $(HOSTS_TESTS) --junitxml=$(DURATIONS)/hosts.xml
 

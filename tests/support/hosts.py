@@ -127,10 +127,6 @@ class Host:
         """The first of its addresses."""
         return self.addresses[0]
 
-    def run(self, *command: str) -> None:
-        """Runs a program there, which must succeed."""
-        subprocess.run([*self.inside, *command], check=True)
-
     def kill(self) -> None:
         """Ends all that runs there at once. May be called again."""
         self._process.kill()  # and its child with it: the first process of the host

@@ -8,12 +8,15 @@ and nothing is written to them afterwards; and once the network is as before, ev
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from tests.support.hosts import Host, Link, skip_without_hosts
@@ -31,6 +34,7 @@ pytestmark = [
 ]
 
 SLOW_BYTES_PER_S = 4e6
+SLOWEST_BYTES_PER_S = 1e6
 DOCTORS_PORT = 7100
 
 
@@ -117,9 +121,10 @@ def test_a_long_way(site: Site):
     assert time.monotonic() - begun_at > 3 * 0.06
     site.served()
     said = doctor_says(site, site.struck_decode, site.struck_prefill, "that is far")
-    assert "warning: 10.77.0.2:9470 answers within 6" in said
+    (round_trip_ms,) = re.findall(r"10\.77\.0\.2:9470 answers within (\d+\.\d) ms: that is far", said)
+    assert float(round_trip_ms) >= 60
     assert "is it in another place than meant" in said
-    assert "!" not in site.place.top(site.place.registry, *site.hosts.values())
+    eventually("top finds nothing wrong", lambda: "!" not in site.place.top(site.place.registry, *site.hosts.values()))
 
 
 def test_a_lossy_link(site: Site):
@@ -140,25 +145,26 @@ def listening_doctor(site: Site, host: Host) -> Iterator[str]:
         assert process.stdout is not None
         assert "listening on" in process.stdout.readline()
         yield f"{host.address}:{DOCTORS_PORT}"
-        host.run("pkill", "-f", "doctor --listen")
+        (doctor,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(doctor), signal.SIGKILL)
 
 
 def test_a_slow_link(site: Site):
-    """A room of 8 MiB takes two seconds, and nobody is taken for lost meanwhile."""
+    """A room of 8 MiB takes seconds, which heartbeats share with it: nobody is taken for lost meanwhile."""
     here, there = site.host(site.struck_prefill), site.host(site.struck_decode)
-    site.place.network.links[here, there] = Link(bytes_per_s=SLOW_BYTES_PER_S)
+    site.place.top(site.place.registry, here, there)  # so that there is a process that can look
+    site.place.network.links[here, there] = Link(bytes_per_s=SLOWEST_BYTES_PER_S)
     room = site.new_room(site.struck_prefill, site.struck_decode, pages=LARGE_ROOM_PAGES["staged"])
-    begun_at = time.monotonic()
     site.open_target(room)
     site.open_source(room)
     site.submit(room)
+    top = site.place.top(site.place.registry, here, there)
+    assert re.search(rf"{room.number} p prefill-a/0 transfer", top), top
+    assert "keeps" not in top
+    site.place.network.links[here, there] = Link(bytes_per_s=SLOW_BYTES_PER_S)
     site.run(site.other_prefill, site.struck_decode)
     site.run(site.struck_prefill, site.other_decode)
-    top = site.place.top(site.place.registry, here, there)
     site.succeeds(room)
-    assert time.monotonic() - begun_at > 1.5
-    assert re.search(r"1 p prefill-a/0 transfer|\d+ p prefill-a/0 transfer", top), top
-    assert "keeps" not in top
     with listening_doctor(site, there) as address:
         said = site.place.kvferry(here, "doctor", "--no-wire", "--wire-to", address).text
     assert "0.00 GB/s is slow -> what does the network between them carry?" in said, said
@@ -240,7 +246,7 @@ def test_a_decode_host_vanishes_and_another_pod_has_its_address(site: Site):
         assert site.struck_prefill.do(Rank.wait_reusable, room.number, END_S)
     its.others_go_on()
     assert successor.do(Rank.touched) == 0, "bytes of another's room came to whoever has its address"
-    said = doctor_says(site, site.struck_prefill, successor, "answers within")
-    assert "error" not in said
+    doctor_says(site, site.struck_prefill, successor, "answers within")
     site.struck_decode = successor
     site.served()
+    assert successor.do(Rank.touched) > 0, "what was meant for it did"
