@@ -70,3 +70,10 @@ def test_a_registry_on_this_machine_tells_nothing():
 def test_the_system_says_where_packets_leave_from():
     assert source_address(socket.AF_INET, "127.0.0.9") == "127.0.0.1"
     assert source_address(socket.AF_INET, "255.255.255.255") is None, "there is no such way"
+
+
+@pytest.mark.parametrize("left_from", ["fe80::7%eth0", "169.254.1.7", "0.0.0.0"])
+def test_an_address_that_peers_cannot_use_is_none(monkeypatch: pytest.MonkeyPatch, left_from: str):
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: None)
+    monkeypatch.setattr(socket.socket, "getsockname", lambda _: (left_from, 9))
+    assert source_address(socket.AF_INET, "10.0.0.9") is None
