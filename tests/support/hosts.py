@@ -19,6 +19,7 @@ import itertools
 import os
 import random
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,9 @@ _LONGEST_SLEEP_S = 0.5
 @functools.cache
 def why_no_hosts() -> str:
     """Returns why hosts cannot be made here, and what helps; empty if they can."""
+    for tool, package in (("unshare", "util-linux"), ("nsenter", "util-linux"), ("mount", "mount"), ("ip", "iproute2")):
+        if shutil.which(tool) is None:
+            return f"no hosts can be made here without {tool}: apt-get install {package}"
     if problem := refusal(*NAMESPACES):
         return f"no hosts can be made here: {problem}: run the tests as root, in a container with --privileged"
     try:
