@@ -45,13 +45,14 @@ UPGRADE_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak upgrade clean
+.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-hosts test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak upgrade clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
 	@echo "make test    set up, then prove every layer, with small budgets"
 	@echo "make test-all   set up, then run the whole proof, real engines included"
 	@echo "make test-transport  set up, then run tests of several processes over Mooncake (TRANSPORT=package.module:Class)"
+	@echo "make test-hosts  set up, then run the tests between hosts, which are network namespaces: as root; docs/hosts.md"
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
 	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's; and etcd for tests"
 	@echo "make debian-packages  install what some tests need of the system and skip without; as root"
@@ -135,6 +136,11 @@ test-transport: $(INSTALLED)
 	@if $(VENV)/bin/python -c 'import sys; from kvferry.transport.chosen import transport_class as of; of(sys.argv[1]).check_available()' $(TRANSPORT); then \
 		KVFERRY_TRANSPORT=$(TRANSPORT) $(VENV)/bin/python $(PYTEST) $(TRANSPORT_TESTS:%=tests/processes/test_%.py) --junitxml=$(DURATIONS)/transport.xml; \
 	else echo "$(TRANSPORT) is not here, for the reason above: the tests over it are left out"; fi
+
+# Hosts that are network namespaces. Part of `make test-full`, too; without the right to make them it says so.
+HOSTS_TESTS := tests/processes/test_hosts.py tests/processes/test_network_faults.py
+test-hosts: $(INSTALLED)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadscope --tier full -rs $(HOSTS_TESTS) --junitxml=$(DURATIONS)/hosts.xml
 
 # What has no end: fresh seeds, searches from the first seed on, fuzzers for minutes, the soak. Last what real engines take
 # long for.

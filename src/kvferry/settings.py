@@ -67,7 +67,9 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
     advertise_host: str | None = Field(
-        None, description="Address that peers connect to; needed where host is a wildcard such as 0.0.0.0 or ::."
+        None,
+        description="Address that peers connect to. By default host, or where that is a wildcard such as 0.0.0.0 or "
+        "::, the address of this machine that packets to the registry leave from; docs/hosts.md.",
     )
     control_port: int = Field(0, ge=0, le=65535, description="Port of the peer channel; 0 takes any free one.")
     advertise_port: int | None = Field(
@@ -148,7 +150,9 @@ class Settings(BaseSettings):
         max_length=256,
         pattern=r"^[A-Za-z0-9._:@-]+$",
         description="The network device that NIXL uses, as UCX calls it, such as mlx5_0:1 or eth0; all leaves it to "
-        "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback, else all.",
+        "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback; the interface that "
+        "has host's address, or leads to the registry, where there is neither an RDMA device nor UCX_NET_DEVICES; else "
+        "all.",
     )
     mooncake_device: str | None = Field(
         None,
@@ -360,10 +364,16 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
-        if is_wildcard(self.host) and (self.advertise_host is None or is_wildcard(self.advertise_host)):
+        if self.advertise_host is not None and is_wildcard(self.advertise_host):
             raise ValueError(
-                f"host (KVFERRY_HOST) is {self.host}, which peers cannot connect to: set advertise_host "
-                "(KVFERRY_ADVERTISE_HOST) to an address of this machine that they reach"
+                f"advertise_host (KVFERRY_ADVERTISE_HOST) is {self.advertise_host!r}, which peers cannot connect to: "
+                "set it to an address of this machine that they reach, or leave it out"
+            )
+        if is_wildcard(self.host) and self.advertise_host is None and not self._leads_elsewhere():
+            raise ValueError(
+                f"host (KVFERRY_HOST) is {self.host}, which peers cannot connect to, and the registry "
+                f"{self.registry_address} is on this machine, so that no route to it says which address they reach: "
+                "set advertise_host (KVFERRY_ADVERTISE_HOST) to one of this machine"
             )
         if self.peer_timeout_s <= self.heartbeat_interval_s:
             raise ValueError(
@@ -403,6 +413,10 @@ class Settings(BaseSettings):
                 "both, or neither"
             )
         return self
+
+    def _leads_elsewhere(self) -> bool:
+        """Whether a route to the registry can tell which address of this machine others reach."""
+        return not all(is_loopback(each) or is_wildcard(each) for each in hosts_of(self.registry_address))
 
     def _read_secret(self) -> SecretStr | None:
         """Reads the secret from the setting that has it.
@@ -473,12 +487,9 @@ class Settings(BaseSettings):
         return None if self._etcd_password is None else self._etcd_password.get_secret_value()
 
     @property
-    def used_nixl_device(self) -> str | None:
-        """The network device that NIXL is told to use; None leaves it to UCX."""
-        if self.nixl_device is not None:
-            return None if self.nixl_device == "all" else self.nixl_device
-        all_on_loopback = all(map(is_loopback, hosts_of(self.registry_address)))
-        return "lo" if is_loopback(self.host) and all_on_loopback else None
+    def is_on_loopback(self) -> bool:
+        """Whether nothing here reaches beyond this machine: neither host nor the registry does."""
+        return is_loopback(self.host) and all(map(is_loopback, hosts_of(self.registry_address)))
 
     @property
     def forced_path(self) -> TransferPath | None:

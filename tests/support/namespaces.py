@@ -11,10 +11,13 @@ import pytest
 
 UNSHARE = shutil.which("unshare")
 
+NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc")
+"""Of a host or a pod: all of these its own."""
+
 
 @functools.cache
-def _refusal(options: tuple[str, ...]) -> str:
-    """Why namespaces cannot be made here; empty if they can."""
+def refusal(*options: str) -> str:
+    """Returns why such namespaces cannot be made here; empty if they can."""
     if UNSHARE is None:
         return "there is no unshare (util-linux)"
     tried = subprocess.run([UNSHARE, *options, "true"], capture_output=True, text=True, check=False)
@@ -23,8 +26,7 @@ def _refusal(options: tuple[str, ...]) -> str:
 
 def unshare(*options: str) -> Sequence[str]:
     """Returns how the command line of a program in such namespaces begins; skips where they may not be made."""
-    refusal = _refusal(options)
-    if refusal:
-        pytest.skip(f"no namespaces of one's own here: {refusal}")
+    if problem := refusal(*options):
+        pytest.skip(f"no namespaces of one's own here: {problem}")
     assert UNSHARE is not None
     return [UNSHARE, *options]

@@ -10,7 +10,7 @@ import multiprocessing.context
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,7 +18,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from tests.support.caches import Model, Shape, pool
+from tests.support.commands import kvferry
 from tests.support.gates import Gates
+from tests.support.hosts import Host, enter
 from tests.support.real_transport import PRELOADED
 from tests.support.resources import Resources, resources
 from tests.support.waiting import PATIENCE_S, eventually
@@ -286,6 +288,21 @@ class Rank:
         chunks = transfer.stats.chunks if isinstance(transfer, Receiver) else 0
         return transfer.state.name, transfer.pages_reusable, chunks
 
+    def touched(self) -> int:
+        """How many bytes of the whole pool were ever written."""
+        assert self.pool is not None
+        return self.pool.touched_bytes({group.name: range(group.num_pages) for group in self.pool.layout.groups})
+
+    def command(self, *arguments: str) -> tuple[int, str]:
+        """Runs a command of `kvferry` with this process's network and variables; its exit code and what it printed."""
+        ran = kvferry(*arguments)
+        return ran.returncode, ran.stdout + ran.stderr
+
+    def control_address(self) -> str:
+        """What decode ranks are told to connect to."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        return self.endpoint.control_address
+
     def stop(self) -> None:
         self.gates.open_all()
         if self.endpoint is not None:
@@ -295,8 +312,10 @@ class Rank:
         self.prefixes.clear()
 
 
-def _serve(connection: Connection, environment: dict[str, str]) -> None:
+def _serve(connection: Connection, environment: dict[str, str], namespaces: Sequence[str]) -> None:
     os.environ.update(environment)
+    if namespaces:
+        enter(namespaces)
     gc.freeze()  # what was imported is no garbage: `resources` looks for some, often
     rank = Rank()
     while True:
@@ -326,22 +345,28 @@ def _preloaded() -> multiprocessing.context.ForkServerContext:
 class RankProcess:
     """The process, as the test sees it."""
 
-    def __init__(self, *, environment: dict[str, str] | None = None) -> None:
+    def __init__(self, *, environment: dict[str, str] | None = None, host: Host | None = None) -> None:
         """Args:
         environment: variables to set there.
+        host: where it runs; here if None.
         """
         context = _preloaded()
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, environment or {}), daemon=True)
+        namespaces = host.namespaces if host is not None else ()
+        self._process = context.Process(target=_serve, args=(theirs, environment or {}, namespaces), daemon=True)
         self._process.start()
+        self._is_child = host is not None
         self.unanswered = 0
         theirs.close()
 
     @property
     def pid(self) -> int:
-        """The process's number."""
+        """The process's number, as it is here."""
         assert self._process.pid is not None
-        return self._process.pid
+        if not self._is_child:
+            return self._process.pid
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
+        return int(children[0])
 
     def ask(self, method: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         """Asks for a method of `Rank`; `answer` has the result."""
@@ -363,8 +388,8 @@ class RankProcess:
         return answer.value
 
     def kill(self) -> None:
-        """Ends it in the middle of whatever it does."""
-        os.kill(self.pid, signal.SIGKILL)
+        """Ends it in the middle of whatever it does. May be called again, or where its host has ended."""
+        self._process.kill()  # with its child, where it has one
         self._process.join(PATIENCE_S)
 
     def freeze(self) -> None:

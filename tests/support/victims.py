@@ -183,31 +183,28 @@ def noticed(since: float) -> None:
     time.sleep(max(0.0, since + PEER_TIMEOUT_S + 0.8 - time.monotonic()))
 
 
-class Cluster:
-    """The processes."""
+class Rooms:
+    """Two prefill and two decode engines, and rooms between them.
 
-    def __init__(self, path: str, *, wire: str | None = None) -> None:
+    Attributes:
+        path: which way bytes go.
+        struck_prefill, struck_decode: those that something happens to.
+        other_prefill, other_decode: those that must not notice.
+    """
+
+    struck_prefill: Engine
+    other_prefill: Engine
+    struck_decode: Engine
+    other_decode: Engine
+
+    def __init__(self, path: str) -> None:
         """Args:
         path: which way bytes go.
-        wire: what UCX may use, such as "tcp,self"; None leaves it the choice.
         """
         self.path = path
-        self._wire = wire
-        self._tag = f"{path}-{wire is not None:d}"
         self._rooms = itertools.count(1)
         self._small_pages = itertools.count()
         self._random = np.random.default_rng(5)
-        self.registry = RegistryProcess(lease_s=LEASE_S)
-        self.proxy = ControlProxy()
-        self.struck_prefill, self.other_prefill = (self._engine(f"prefill-{n}", is_prefill=True) for n in "ab")
-        self.struck_decode, self.other_decode = (self._engine(f"decode-{n}", is_prefill=False) for n in "ab")
-        for each in self.decodes:  # both look-ups at once, so that there are as many threads for them as there ever are
-            for room in [self.begin(prefill, each) for prefill in self.prefills]:
-                self.finish(room)
-        for source, target in itertools.product(self.prefills, self.decodes):
-            self.finish(self.new_room(source, target, pages=LARGE_ROOM_PAGES[path]))
-        for _ in range(3):
-            self.served()
 
     @property
     def prefills(self) -> tuple[Engine, Engine]:
@@ -224,60 +221,14 @@ class Cluster:
         """All four."""
         return (*self.prefills, *self.decodes)
 
-    # ---- processes ----------------------------------------------------------------------------------------------
-
-    def _process(self) -> RankProcess:
-        return RankProcess(environment={} if self._wire is None else {"UCX_TLS": self._wire})
-
-    def _engine(self, name: str, *, is_prefill: bool) -> Engine:
-        engine = Engine(f"{name}-{self._tag}", self._process(), is_prefill=is_prefill)
-        self._begin(engine)
-        return engine
-
-    def _begin(self, engine: Engine, *, is_registered: bool = True) -> None:
-        settings = SETTINGS[self.path] | TIMES | {"registry_url": self.registry.url}
-        is_behind_proxy = engine.is_prefill and engine.name.startswith("prefill-a")
-        if engine.is_prefill:
-            # One queue: a worker that a gate holds up holds up no other room.
-            settings |= {"workers": 4, "queues": 1, "nixl_threads": 1}
-        if is_behind_proxy:
-            self.proxy.target = None
-            settings |= {"advertise_port": self.proxy.port}
-        what = MODEL, Shape(pages=POOL_PAGES), RankCoordinates(), engine.name, settings
-        if engine.is_prefill:
-            engine.do(Rank.start_prefill, *what, is_registered=is_registered)
-        else:
-            engine.do(Rank.start_decode, *what)
-        if is_behind_proxy:
-            self.proxy.target = engine.do(Rank.control_port)
-
-    def restart(self, engine: Engine, *, is_registered: bool = True) -> None:
-        """Starts an engine that was killed again, under the same name, in a process of its own.
-
-        Args:
-            is_registered: whether to wait until the registry knows it, if it is a prefill engine.
-        """
-        engine.process = self._process()
-        self._begin(engine, is_registered=is_registered)
-
-    def begin_anew(self, engine: Engine) -> None:
-        """The same process, with an endpoint that has met nobody yet."""
-        engine.do(Rank.stop)
-        self._begin(engine)
-
     def served(self) -> None:
         """A room between every pair."""
         for source, target in itertools.product(self.prefills, self.decodes):
             self.run(source, target)
 
-    def close(self) -> None:
-        """Ends everything."""
-        for engine in self.engines:
-            if engine.process.unanswered:
-                engine.process.kill()
-            engine.process.close()
-        self.proxy.close()
-        self.registry.kill()
+    def begin_anew(self, engine: Engine) -> None:
+        """The same process, with an endpoint that has met nobody yet."""
+        raise NotImplementedError
 
     # ---- rooms --------------------------------------------------------------------------------------------------
 
@@ -426,6 +377,80 @@ class Cluster:
         self._reach_between_chunks(room)
         room.target.do(Rank.abort, room.number)
         assert room.source.do(Rank.gate_reached, "abort", room.number)
+
+
+class Cluster(Rooms):
+    """The processes, on this machine."""
+
+    def __init__(self, path: str, *, wire: str | None = None) -> None:
+        """Args:
+        path: which way bytes go.
+        wire: what UCX may use, such as "tcp,self"; None leaves it the choice.
+        """
+        super().__init__(path)
+        self._wire = wire
+        self._tag = f"{path}-{wire is not None:d}"
+        self.registry = RegistryProcess(lease_s=LEASE_S)
+        self.proxy = ControlProxy()
+        self.struck_prefill, self.other_prefill = (self._engine(f"prefill-{n}", is_prefill=True) for n in "ab")
+        self.struck_decode, self.other_decode = (self._engine(f"decode-{n}", is_prefill=False) for n in "ab")
+        for each in self.decodes:  # both look-ups at once, so that there are as many threads for them as there ever are
+            for room in [self.begin(prefill, each) for prefill in self.prefills]:
+                self.finish(room)
+        for source, target in itertools.product(self.prefills, self.decodes):
+            self.finish(self.new_room(source, target, pages=LARGE_ROOM_PAGES[path]))
+        for _ in range(3):
+            self.served()
+
+    # ---- processes ----------------------------------------------------------------------------------------------
+
+    def _process(self) -> RankProcess:
+        return RankProcess(environment={} if self._wire is None else {"UCX_TLS": self._wire})
+
+    def _engine(self, name: str, *, is_prefill: bool) -> Engine:
+        engine = Engine(f"{name}-{self._tag}", self._process(), is_prefill=is_prefill)
+        self._begin(engine)
+        return engine
+
+    def _begin(self, engine: Engine, *, is_registered: bool = True) -> None:
+        settings = SETTINGS[self.path] | TIMES | {"registry_url": self.registry.url}
+        is_behind_proxy = engine.is_prefill and engine.name.startswith("prefill-a")
+        if engine.is_prefill:
+            # One queue: a worker that a gate holds up holds up no other room.
+            settings |= {"workers": 4, "queues": 1, "nixl_threads": 1}
+        if is_behind_proxy:
+            self.proxy.target = None
+            settings |= {"advertise_port": self.proxy.port}
+        what = MODEL, Shape(pages=POOL_PAGES), RankCoordinates(), engine.name, settings
+        if engine.is_prefill:
+            engine.do(Rank.start_prefill, *what, is_registered=is_registered)
+        else:
+            engine.do(Rank.start_decode, *what)
+        if is_behind_proxy:
+            self.proxy.target = engine.do(Rank.control_port)
+
+    def restart(self, engine: Engine, *, is_registered: bool = True) -> None:
+        """Starts an engine that was killed again, under the same name, in a process of its own.
+
+        Args:
+            is_registered: whether to wait until the registry knows it, if it is a prefill engine.
+        """
+        engine.process = self._process()
+        self._begin(engine, is_registered=is_registered)
+
+    def begin_anew(self, engine: Engine) -> None:
+        """The same process, with an endpoint that has met nobody yet."""
+        engine.do(Rank.stop)
+        self._begin(engine)
+
+    def close(self) -> None:
+        """Ends everything."""
+        for engine in self.engines:
+            if engine.process.unanswered:
+                engine.process.kill()
+            engine.process.close()
+        self.proxy.close()
+        self.registry.kill()
 
     # ---- afterwards ---------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from kvferry.applications.sim.command import sim
 from kvferry.applications.top.command import top, trace
 from kvferry.applications.up.command import up
 from kvferry.errors import KVFerryError
-from kvferry.settings import Settings
+from kvferry.settings import Settings, is_wildcard
 
 app = typer.Typer(
     name="kvferry",
@@ -74,7 +74,10 @@ def registry(
     server = create_registry(settings)
 
     def started(url: str) -> None:
-        typer.echo(f"The registry answers at {url}. Set KVFERRY_REGISTRY_URL={url} for every rank. Ctrl-C stops it.")
+        scheme, port = url.partition("://")[0], url.rpartition(":")[2]
+        everywhere = f"{scheme}://ADDRESS:{port} (an address of this machine that they reach)"
+        known = everywhere if is_wildcard(settings.registry_host) else url
+        typer.echo(f"The registry answers at {url}. Set KVFERRY_REGISTRY_URL={known} for every rank. Ctrl-C stops it.")
 
     server.serve_forever(started)
 

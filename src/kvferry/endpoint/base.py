@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Protocol, TypeVar
 
 from kvferry._version import __version__
+from kvferry.addresses import with_found_address
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, endpoint_name
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
@@ -87,7 +88,8 @@ class Endpoint(ABC):
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
                 impossible.
-            SettingsError: if a setting is impossible, or no engine can have that name.
+            SettingsError: if a setting is impossible, no engine can have that name, or no address is found that peers
+                could be told.
             TransportError: if the transport is missing.
         """
         check_engine_name(engine)  # before anything is taken: the registration would check it last
@@ -97,7 +99,7 @@ class Endpoint(ABC):
         self.coordinates = coordinates or RankCoordinates()
         check_token_share(layout, self.coordinates)
         self.fingerprint = checked_fingerprint(fingerprint)
-        self.settings = settings or Settings()
+        self.settings = with_found_address(settings or Settings())
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
         self.transport = transport or create_transport(
@@ -145,6 +147,7 @@ class Endpoint(ABC):
         peers: Sequence[PeerStatus],
         staging: StagingStatus,
         problem: str = "",
+        address: str = "",
         quarantine: Sequence[LostPeerStatus] = (),
     ) -> EndpointStatus:
         """Builds the status; its problem is empty if nothing is wrong with the endpoint."""
@@ -161,6 +164,7 @@ class Endpoint(ABC):
             peer_timeout_s=self.settings.peer_timeout_s,
             heartbeat_s=self.settings.heartbeat_interval_s,
             problem=problem,
+            address=address,
             states=dict(Counter(room.state for room in rooms)),
             oldest_room_s=oldest[0].age_s if oldest else 0.0,
             quarantined_pages=sum(room.quarantined_pages for room in rooms),

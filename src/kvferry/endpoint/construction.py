@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Collection
 from typing import SupportsIndex
 
+from kvferry.addresses import with_found_address
 from kvferry.errors import (
     EndpointClosedError,
     QueueFullError,
@@ -36,11 +37,11 @@ def create_transport(settings: Settings, name: str, *, writes: bool = True) -> T
         writes: whether its endpoint writes into peers' memory, and is never written to; else it is the other way round.
 
     Raises:
-        SettingsError: if there is no such transport.
+        SettingsError: if there is no such transport, or no address is found that peers could be told.
         TransportUnavailableError: if it is not installed.
     """
     try:
-        return transport_class(settings.transport).from_settings(settings, name, writes=writes)
+        return transport_class(settings.transport).from_settings(with_found_address(settings), name, writes=writes)
     except TransportUnavailableError:
         available_transport_class(settings.transport)  # says which other one is there, if this one's library is not
         raise

@@ -30,7 +30,7 @@ def report_silence(who: str, endpoint: str, silence_s: float) -> None:
         who: the peer, as it stands in the line.
     """
     log.warning(
-        "%s has been silent for %.1f s, since %s: is it stopped, or its machine overloaded? Its rooms fail after a "
+        "%s has been silent for %.1f s, since %s: is it stopped, overloaded or cut off? Its rooms fail after a "
         "silence of KVFERRY_PEER_TIMEOUT_S",
         who,
         silence_s,

@@ -138,6 +138,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
         threads: the health of each.
         quarantine: prefill ranks that were lost and may still write, on the decode side.
         fingerprint: what its caches are beyond their layout; peers that say something else are refused.
+        address: that decode ranks are told to connect to; empty on the decode side, to which nobody connects.
     """
 
     side: Side
@@ -161,6 +162,7 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     threads: tuple[ThreadStatus, ...]
     quarantine: tuple[LostPeerStatus, ...] = ()
     fingerprint: dict[str, str] = {}
+    address: str = ""
 
     @property
     def has_all_threads(self) -> bool:

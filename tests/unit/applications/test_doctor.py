@@ -9,6 +9,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+import httpx
 import msgspec
 import pytest
 from msgspec import structs
@@ -21,6 +22,7 @@ from kvferry.applications.doctor import configuration, machine, others, probe
 from kvferry.applications.doctor import run as doctor
 from kvferry.applications.doctor.probe import Measured
 from kvferry.applications.doctor.wire import wire
+from kvferry.applications.top import asking
 from kvferry.applications.top.asking import Sample
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import IncompatiblePeerError
@@ -146,7 +148,7 @@ def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.Mo
     here = InProcessTransport(InProcessNetwork())
     monkeypatch.setattr(probe, "create_transport", lambda *_: here)
     with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
-        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda: True))
+        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True))
 
 
 def test_a_transport_that_is_not_known_is_a_finding(
@@ -229,3 +231,81 @@ def test_engines_whose_caches_mean_something_else_are_named_once_with_both_value
     said = [each.what for each in others.endpoints([], are_expected=True) if "mean the same" in each.what]
     assert len(said) == 1
     assert "rope is '1' on prefill engine 'engine prefill', '2' on decode engine 'engine decode'" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("times", "severity", "expected"),
+    [
+        ([0.001] * 10, Severity.GOOD, "h:1 answers within 1.0 ms"),
+        ([0.06] * 10, Severity.WARNING, "answers within 60.0 ms: that is far"),
+        ([0.001] * 9 + [0.205], Severity.WARNING, "but once took 205 ms: packets get lost"),
+    ],
+)
+def test_a_network_that_is_far_or_loses_is_said(times: list[float], severity: Severity, expected: str):
+    finding = others._judged("h:1", times)
+    assert (finding.severity, expected in finding.what) == (severity, True), finding
+
+
+def test_a_control_port_that_is_closed_is_said():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
+        assert others._control(address).severity is Severity.GOOD
+    finding = others._control(address)
+    assert finding.severity is Severity.ERROR
+    assert f"{address}, which cannot be connected to from here" in finding.what
+    assert "KVFERRY_CONTROL_PORT" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("error", "what", "remedy"),
+    [
+        (httpx.ConnectTimeout("timed out"), "get lost on the way", "firewall"),
+        (httpx.ReadTimeout("timed out"), "says nothing within", "stopped or overloaded"),
+        (httpx.ConnectError("[Errno 111] Connection refused"), "nobody listens", "KVFERRY_OBSERVE_PORT"),
+        (httpx.ConnectError("[Errno 113] No route to host"), "No route to host", "ip route get"),
+    ],
+)
+def test_whoever_does_not_answer_does_so_in_one_of_several_ways(error: httpx.HTTPError, what: str, remedy: str):
+    said = asking._why(error)
+    assert (what in said[0], remedy in said[1]) == (True, True), said
+
+
+@pytest.mark.parametrize(
+    ("peer", "address"),
+    [
+        ("node-7", "node-7:9470"),
+        ("10.0.0.7:9471", "10.0.0.7:9471"),
+        ("fd00::7", "[fd00::7]:9470"),
+        ("[fd00::7]", "[fd00::7]:9470"),
+        ("[fd00::7]:9471", "[fd00::7]:9471"),
+        ("9471", "9471"),
+    ],
+)
+def test_a_peer_may_be_given_without_its_port(peer: str, address: str):
+    assert doctor._with_port(peer) == address
+
+
+@pytest.mark.parametrize(("bytes_per_s", "largest"), [(1e6, 1 << 20), (4e6, 8 << 20), (1e9, 64 << 20)])
+def test_a_slow_wire_is_measured_with_less(bytes_per_s: float, largest: int):
+    written: list[int] = []
+
+    def write(num_bytes: int) -> float:
+        written.append(num_bytes)
+        return num_bytes / bytes_per_s
+
+    num_bytes, took_s = probe._bulk(write)
+    assert (num_bytes, max(written)) == (largest, largest)
+    assert num_bytes / took_s == pytest.approx(bytes_per_s)
+    assert sum(written) / bytes_per_s < 5
+
+
+def test_the_address_that_was_found_is_said(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(configuration, "with_found_address", lambda given: given.model_copy(update=_FOUND))
+    monkeypatch.setattr(configuration, "interface_of", lambda _: "eth0")
+    settings = Settings(host="0.0.0.0", registry_url="http://10.0.0.9:1", secret="s" * 20)
+    finding = next(iter(configuration.addresses(settings)))
+    assert finding.severity is Severity.GOOD
+    assert finding.what.startswith("peers are told 10.0.0.7 on eth0, which packets to the registry leave from")
+
+
+_FOUND = {"advertise_host": "10.0.0.7"}

@@ -359,8 +359,8 @@ class TestAddress:
             create_registry_client(Settings(registry_url="etcd://a:1"))
 
     def test_nixl_stays_on_loopback_only_if_all_members_do(self):
-        assert Settings(registry_url="etcd://127.0.0.1:1,[::1]:2").used_nixl_device == "lo"
-        assert Settings(registry_url="etcd://127.0.0.1:1,node-7:2").used_nixl_device is None
+        assert Settings(registry_url="etcd://127.0.0.1:1,[::1]:2").is_on_loopback
+        assert not Settings(registry_url="etcd://127.0.0.1:1,node-7:2").is_on_loopback
 
 
 class TestAccess:

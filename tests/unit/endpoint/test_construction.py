@@ -28,9 +28,9 @@ def test_writes_are_shared_where_there_is_something_to_share(
 @pytest.mark.parametrize(
     ("settings", "parameters"),
     [
-        ({}, {"engine_config": "NET_DEVICES=lo"}),
-        ({"nixl_device": "mlx5_0:1"}, {"engine_config": "NET_DEVICES=mlx5_0:1"}),
-        ({"nixl_device": "all"}, {}),
+        ({}, {"engine_config": "TCP_CONN_NB=y,NET_DEVICES=lo"}),
+        ({"nixl_device": "mlx5_0:1"}, {"engine_config": "TCP_CONN_NB=y,NET_DEVICES=mlx5_0:1"}),
+        ({"nixl_device": "all"}, {"engine_config": "TCP_CONN_NB=y"}),
         ({"nixl_backend": "POSIX"}, {}),
     ],
 )

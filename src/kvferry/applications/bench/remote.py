@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from kvferry.addresses import with_found_address
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.teams import BenchError, LocalTeam, Pollable, begin_to_import, listen
 from kvferry.applications.partner import Caller, Listener, Message, calling, listening
@@ -250,9 +251,9 @@ def follow(
         IncompatiblePeerError: if the decode side was told something else.
         BenchError: if it does not come in time, falls silent or gives up, or a rank fails.
         RegistrationRefusedError: if another prefill side is entered at this registry.
-        SettingsError: if an address makes no sense.
+        SettingsError: if an address makes no sense, or none is found that the decode side could be told.
     """
-    key = secrets.token_hex(16)
+    key, settings = secrets.token_hex(16), with_found_address(settings)
 
     def leads(message: ToPrefill) -> bool:
         return isinstance(message, Lead) and secrets.compare_digest(message.key, key)

@@ -6,9 +6,12 @@ import difflib
 import socket
 from collections.abc import Iterator, Mapping
 
+from kvferry.addresses import with_found_address
+from kvferry.errors import SettingsError
 from kvferry.findings import Finding, error, good, warning
-from kvferry.settings import PREFIX, SECRETS, Settings, is_loopback
+from kvferry.settings import PREFIX, SECRETS, Settings, is_loopback, is_wildcard
 from kvferry.transport import Diagnosis
+from kvferry.transport.devices import interface_of
 
 _SECRETS = {f"{PREFIX}{name.upper()}" for name in SECRETS}
 _OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
@@ -40,8 +43,18 @@ def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[
 
 def addresses(settings: Settings) -> Iterator[Finding]:
     """What peers are told to connect to."""
-    advertised = settings.advertise_host or settings.host
-    if is_loopback(advertised):
+    try:
+        advertised = with_found_address(settings).advertise_host or settings.host
+    except SettingsError as problem:
+        yield error("addresses", str(problem), "is the network up? `ip route get` says which way leads to the registry")
+        return
+    if settings.advertise_host is None and is_wildcard(settings.host):
+        yield good(
+            "addresses",
+            f"peers are told {advertised}{_on(advertised)}, which packets to the registry leave from "
+            "(KVFERRY_ADVERTISE_HOST is not set)",
+        )
+    elif is_loopback(advertised):
         yield good("addresses", f"peers are told {advertised}: only this machine can reach it (KVFERRY_HOST)")
     else:
         yield from _is_ours(advertised)
@@ -69,13 +82,18 @@ def _is_ours(host: str) -> Iterator[Finding]:
             "advertise an address of a network that peers are on: KVFERRY_ADVERTISE_HOST",
         )
     elif any(_can_bind(each) for each in found):
-        yield good("addresses", f"peers are told {host} ({', '.join(found)})")
+        yield good("addresses", f"peers are told {host} ({', '.join(each + _on(each) for each in found)})")
     else:
         yield warning(
             "addresses",
             f"peers are told {host} ({', '.join(found)}), which no interface of this machine has",
             "right behind a port mapping; otherwise set KVFERRY_ADVERTISE_HOST to an address of this machine",
         )
+
+
+def _on(address: str) -> str:
+    interface = interface_of(address)
+    return f" on {interface}" if interface else ""
 
 
 def _can_bind(address: str) -> bool:

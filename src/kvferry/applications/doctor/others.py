@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import socket
 import time
 from collections.abc import Iterator, Sequence
 
@@ -26,6 +27,10 @@ from kvferry.settings import Settings
 
 _MOST_SKEW_S = 1.0
 _ANSWER_S = 2.0
+_FAR_S = 0.02
+_RETRANSMITTED_S = 0.18
+"""By how much an answer is late of which a packet was lost: TCP waits 0.2 s before it sends one again."""
+
 _LARGEST_ANSWER_BYTES = 64 * 1024
 _NOBODY = "kvferry-doctor-asks-for-nobody"
 
@@ -100,7 +105,7 @@ def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
             yield error(
                 "endpoints",
                 f"{sample.address} {sample.problem}",
-                "is it started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?",
+                sample.remedy or "is it an endpoint, and of this version?",
             )
         else:
             yield good("endpoints", f"nobody at {sample.address}")
@@ -109,7 +114,8 @@ def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
     yield good(
         "endpoints",
         f"{sample.address}: {status.side.value} {status.engine}/{status.rank}, kvferry {status.version}, process "
-        f"{status.process}, since {clock_time(status.up_s)}, {rooms} rooms, {len(status.peers)} peers",
+        f"{status.process}, since {clock_time(status.up_s)}, {rooms} rooms, {len(status.peers)} peers"
+        + (f", at {status.address}" if status.address else ""),
     )
     if status.version != __version__:
         yield warning("endpoints", f"{sample.address} runs {status.version}, this is {__version__}", "run the same")
@@ -140,12 +146,12 @@ def peer(address: str) -> Iterator[Finding]:
     sent_at, begun_at = time.time(), time.monotonic()
     (sample,) = ask_once([address])
     if sample.status is None:
-        yield error(
-            "peer", f"{address} {sample.problem}", "start an endpoint there with KVFERRY_OBSERVE_PORT and _HOST"
-        )
+        yield error("peer", f"{address} {sample.problem}", sample.remedy or "is it an endpoint, and of this version?")
         return
     took_s = time.monotonic() - begun_at
     yield from _endpoint(sample, is_expected=True)
+    for trouble in troubles([sample]):
+        yield error("peer", trouble, "docs/observability.md says what to look at")
     # Its clock was read somewhere between our asking and its answer.
     pending, late = sample.status.at_unix_s - (sent_at + took_s), sample.status.at_unix_s - sent_at
     skew_s = 0.0 if pending <= 0 <= late else min(abs(pending), abs(late))
@@ -155,7 +161,23 @@ def peer(address: str) -> Iterator[Finding]:
         )
     else:
         yield good("clock", f"that of {address} differs by less than {max(skew_s, took_s):.2f} s")
+    if sample.status.address:
+        yield _control(sample.status.address)
     yield from _round_trip(address)
+
+
+def _control(address: str) -> Finding:
+    """Whether decode ranks here can connect to a prefill rank: its control port is another than the one asked."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), _ANSWER_S).close()
+    except OSError as problem:
+        return error(
+            "peer",
+            f"decode ranks are told {address}, which cannot be connected to from here: {problem}",
+            "let that port through (KVFERRY_CONTROL_PORT), or mend KVFERRY_ADVERTISE_HOST there; docs/hosts.md",
+        )
+    return good("peer", f"decode ranks are told {address}, which can be connected to from here")
 
 
 def _round_trip(address: str) -> Iterator[Finding]:
@@ -169,4 +191,23 @@ def _round_trip(address: str) -> Iterator[Finding]:
                 yield error("peer", f"{address} answers at times only: {problem}", "look at the network in between")
                 return
             times.append(time.monotonic() - begun_at)
-    yield good("peer", f"{address} answers within {sorted(times)[len(times) // 2] * 1e3:.1f} ms")
+    yield _judged(address, times)
+
+
+def _judged(address: str, times: Sequence[float]) -> Finding:
+    """What round trips of so many seconds mean."""
+    middle_s, longest_s = sorted(times)[len(times) // 2], max(times)
+    said = f"{address} answers within {middle_s * 1e3:.1f} ms"
+    if longest_s > middle_s + _RETRANSMITTED_S:
+        return warning(
+            "peer",
+            f"{said}, but once took {longest_s * 1e3:.0f} ms: packets get lost, or it is overloaded",
+            "look at errors and drops of the interfaces on both sides: `ip -s link`",
+        )
+    if middle_s > _FAR_S:
+        return warning(
+            "peer",
+            f"{said}: that is far. A transfer takes several such times, whatever its size",
+            "is it in another place than meant, or is a link in between full?",
+        )
+    return good("peer", said)

@@ -51,7 +51,13 @@ class Busy(Message, frozen=True):
 
 
 class Written(Message, frozen=True):
-    """Who writes to who listens: look."""
+    """Who writes to who listens: look.
+
+    Attributes:
+        num_bytes: how many there should be.
+    """
+
+    num_bytes: int = MEMORY_BYTES
 
 
 class Seen(Message, frozen=True):
@@ -107,7 +113,7 @@ def _serve(
                 answer = Ready(__version__, transport.metadata(), memory.ctypes.data, value, transport.name)
                 tell("a doctor writes")
             else:
-                answer = Seen(bool((memory == value).all()))
+                answer = Seen(bool((memory[: message.num_bytes] == value).all()))
                 tell("every byte is right" if answer.is_right else "not every byte is right")
             with suppress(PeerDisconnectedError):
                 listener.send(answer)

@@ -26,6 +26,10 @@ from kvferry.layout import Device, Region
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
+_BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)
+"""Sizes of a large write. A wire that takes long for one of them is not given a larger one."""
+
+_LONG_WRITE_S = 0.5
 _SMALL_BYTES = 4 << 10
 _ROUNDS = 5
 _SMALL_ROUNDS = 50
@@ -55,7 +59,7 @@ class Target:
         value: to fill it with.
         version: of the kvferry there.
         transport: its name there; "" if that is not known.
-        is_right: asks, once all is written, whether all of it is there.
+        is_right: asks, once so many bytes are written, whether all of them are there.
     """
 
     metadata: bytes
@@ -63,7 +67,7 @@ class Target:
     value: int
     version: str
     transport: str
-    is_right: Callable[[], bool]
+    is_right: Callable[[int], bool]
 
 
 def _receive(pipe: Connection) -> None:
@@ -71,8 +75,8 @@ def _receive(pipe: Connection) -> None:
     transport = create_transport(Settings(), "kvferry-doctor-receiver", writes=False)
     transport.register([Region(memory.ctypes.data, memory.nbytes)], Device())
     pipe.send((transport.metadata(), memory.ctypes.data))
-    value = pipe.recv()
-    pipe.send(bool((memory == value).all()))
+    num_bytes = pipe.recv()
+    pipe.send(bool((memory[:num_bytes] == 1).all()))
     transport.close()
 
 
@@ -86,8 +90,8 @@ def _process() -> Iterator[Target]:
         raise TimeoutError("the second process did not start")
     metadata, address = pipe.recv()
 
-    def is_right() -> bool:
-        pipe.send(1)
+    def is_right(num_bytes: int) -> bool:
+        pipe.send(num_bytes)
         return bool(pipe.recv())
 
     yield Target(metadata, address, 1, __version__, "", is_right)
@@ -108,8 +112,8 @@ def _doctor(address: str) -> Iterator[Target]:
         if not isinstance(found, Ready):
             raise ConnectionError(f"the doctor at {address} answers something else: {found}")
 
-        def is_right() -> bool:
-            return there.ask(Written(), ANSWER_S) == Seen(True)
+        def is_right(num_bytes: int) -> bool:
+            return there.ask(Written(num_bytes), ANSWER_S) == Seen(True)
 
         yield Target(found.metadata, found.address, found.value, found.version, found.transport, is_right)
 
@@ -125,6 +129,19 @@ def _write(transport: Transport, source: Region, peer: str, address: int) -> flo
     return took_s
 
 
+def _bulk(write: Callable[[int], float]) -> tuple[int, float]:
+    """Returns how many bytes were written at a time, and how long that took at best.
+
+    Args:
+        write: writes so many, and returns how long that took.
+    """
+    for num_bytes in _BULK_BYTES:
+        took_s = write(num_bytes)
+        if took_s > _LONG_WRITE_S:
+            return num_bytes, took_s
+    return num_bytes, min(took_s, *(write(num_bytes) for _ in range(_ROUNDS - 1)))
+
+
 def _measure(target: Target) -> Measured:
     memory = np.full(MEMORY_BYTES, target.value, np.uint8)
     source = Region(memory.ctypes.data, memory.nbytes)
@@ -135,13 +152,13 @@ def _measure(target: Target) -> Measured:
         )
     transport.register([source], Device())
     peer = transport.connect(target.metadata)
-    bulk_s = min(_write(transport, source, peer, target.address) for _ in range(_ROUNDS))
+    num_bytes, bulk_s = _bulk(lambda length: _write(transport, Region(source.address, length), peer, target.address))
     small = Region(source.address, _SMALL_BYTES)
     small_s = min(_write(transport, small, peer, target.address) for _ in range(_SMALL_ROUNDS))
-    if not target.is_right():
+    if not target.is_right(num_bytes):
         raise ValueError("what arrived is not what was sent")
     transport.close()
-    return Measured(MEMORY_BYTES / bulk_s, small_s, target.version)
+    return Measured(num_bytes / bulk_s, small_s, target.version)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def run(
         ConfigurationError: if an address makes no sense.
     """
     targets = addresses(given)
-    peers = addresses([peer if ":" in peer or peer.isdecimal() else f"{peer}:{_USUAL_PORT}"]) if peer else []
+    peers = addresses([_with_port(peer)]) if peer else []
     doctors = addresses([wire_to]) if wire_to else []
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
@@ -71,6 +71,14 @@ def run(
     counts = [sum(finding.severity is each for finding in findings) for each in (Severity.ERROR, Severity.WARNING)]
     console.print(f"{counts[0]} wrong, {counts[1]} to look at, of {len(findings)}", highlight=False)
     return worst
+
+
+def _with_port(peer: str) -> str:
+    """Adds the usual port where only a host is given: an IPv6 address with or without its brackets, too."""
+    bare = peer.strip("[]")
+    if bare.count(":") > 1 and "]:" not in peer:
+        return f"[{bare}]:{_USUAL_PORT}"
+    return peer if ":" in peer or peer.isdecimal() else f"{peer}:{_USUAL_PORT}"
 
 
 def _plain(finding: Finding) -> dict[str, str]:

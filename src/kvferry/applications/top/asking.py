@@ -34,6 +34,7 @@ class Sample:
         taken_at: when, by a steady clock.
         status: where it stands; None if it did not say.
         problem: why not.
+        remedy: what may help.
         sent_bytes: of its counters.
     """
 
@@ -41,6 +42,7 @@ class Sample:
     taken_at: float
     status: EndpointStatus | None
     problem: str = ""
+    remedy: str = ""
     sent_bytes: float = 0.0
 
 
@@ -107,7 +109,8 @@ class Asker:
             found = _STATUS.decode(self._get(address, "status"))
             sent_bytes = _sent_bytes(self._get(address, "metrics").decode())
         except httpx.HTTPError as error:
-            return Sample(address, time.monotonic(), None, f"does not answer: {error}")
+            what, remedy = _why(error)
+            return Sample(address, time.monotonic(), None, f"does not answer: {what}", remedy)
         except (msgspec.MsgspecError, ValueError) as error:
             return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
         return Sample(address, time.monotonic(), found, sent_bytes=sent_bytes)
@@ -119,6 +122,26 @@ class Asker:
         if answer.status != 200:
             raise ValueError(f"status {answer.status} for /{page}")
         return answer.body
+
+
+def _why(error: httpx.HTTPError) -> tuple[str, str]:
+    """What it means that an endpoint did not answer, and what may help: the ways of it call for different people."""
+    if isinstance(error, httpx.ConnectTimeout):
+        return (
+            f"no connection within {_ANSWER_S:g} s: packets to it, or its own, get lost on the way",
+            "is the host up, and does a firewall, a NetworkPolicy or a route let both ways through? docs/hosts.md",
+        )
+    if isinstance(error, httpx.ReadTimeout):
+        return (
+            f"it takes the connection, and says nothing within {_ANSWER_S:g} s",
+            "is its process stopped or overloaded, or does the network lose much? docs/hosts.md",
+        )
+    if isinstance(error, httpx.ConnectError) and "refused" in str(error).lower():
+        return (
+            f"{error}: the host is there, and nobody listens",
+            "is the endpoint started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?",
+        )
+    return str(error), "is the name or address right, and is there a route to it? `ip route get` says"
 
 
 def _sent_bytes(text: str) -> float:

@@ -69,7 +69,7 @@ def troubles(samples: Sequence[Sample]) -> Iterator[str]:
             yield (
                 f"{name} has received nothing from {peer.name} for {peer.silent_s:.1f} s, "
                 f"since {clock_time(peer.silent_s)}: "
-                f"stopped or overloaded? Its rooms fail after {status.peer_timeout_s:g} s"
+                f"stopped, overloaded or cut off? Its rooms fail after {status.peer_timeout_s:g} s"
             )
         if status.quarantined_pages:
             yield (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import SupportsIndex
@@ -16,6 +17,8 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.settings import Settings
 from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
 
 
 class PrefillEndpoint(Endpoint):
@@ -85,6 +88,7 @@ class PrefillEndpoint(Endpoint):
             undo.pop_all()
             undo.callback(self.close)
             self.control_address = self._driver.control_address
+            log.info("prefill rank %d of %r: decode ranks are told %s", self.engine_rank, engine, self.control_address)
             self._telemetry.start()
             self._registration.announce(self._identity, self.control_address)  # last: whoever finds it is served
             undo.pop_all()
@@ -104,6 +108,7 @@ class PrefillEndpoint(Endpoint):
         return self._status(
             now,
             problem=f"not registered: {error}" if error is not None else "",
+            address=self.control_address,
             rooms=[room.status(now) for room in self._driver.rooms.all()],
             peers=[peer.status(now) for peer in self._driver.ranks.peers()],
             staging=self._driver.staging,

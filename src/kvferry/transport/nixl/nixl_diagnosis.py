@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
-from kvferry.transport.devices import interfaces, rdma_devices
+from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.device_choice import OF_UCX, chosen_device
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
@@ -56,19 +57,32 @@ def _installed() -> Iterator[Finding]:
 
 
 def _device(settings: Settings) -> Finding:
-    used = settings.used_nixl_device
-    if used is None:
-        return good("devices", "which one NIXL uses is left to UCX (KVFERRY_NIXL_DEVICE is not set, or all)")
+    choice = chosen_device(settings)
+    if choice.device is None:
+        return _left_to_ucx(choice.reason)
     known = {*rdma_devices(), *interfaces()}
-    if used.partition(":")[0] not in known:
+    if choice.device.partition(":")[0] not in known:
         return error(
             "devices",
-            f"NIXL is told to use {used!r} (KVFERRY_NIXL_DEVICE), which is not there",
+            f"NIXL is told to use {choice.device!r} (KVFERRY_NIXL_DEVICE), which is not there",
             f"choose one of {', '.join(sorted(known))}, or all",
         )
-    if used == "lo" and settings.nixl_device is None:
-        return good("devices", "NIXL uses lo, since nothing here listens beyond loopback (KVFERRY_HOST)")
-    return good("devices", f"NIXL uses {used} (KVFERRY_NIXL_DEVICE)")
+    joined = f" ({choice.reason})" if choice.reason.isupper() else f", {choice.reason}"
+    return good("devices", f"NIXL uses {choice.device}{joined}")
+
+
+def _left_to_ucx(reason: str) -> Finding:
+    """What it means that UCX may take any: without RDMA, each interface counts as one that leads to every peer."""
+    said = f"which one NIXL uses is left to UCX ({reason})"
+    several = interfaces_with_addresses()
+    if rdma_devices() or OF_UCX in reason or len(several) < 2:
+        return good("devices", said)
+    return warning(
+        "devices",
+        f"{said}, and {', '.join(several)} have addresses: UCX uses two of them for every peer, and connects to nobody "
+        "where one of these does not lead there",
+        f"set KVFERRY_NIXL_DEVICE to the one that leads to peers, such as {several[0]}",
+    )
 
 
 def _problems(ways: list[str], *, is_local: bool) -> Iterator[Finding]:

@@ -47,6 +47,7 @@ from kvferry.transport.base import (
     peer_written_to,
 )
 from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
 from kvferry.transport.nixl.shares import NixlHandle, Share, parts, seconds, sum_of
 from kvferry.transport.registered import RegisteredMemory, check_regions
@@ -79,9 +80,14 @@ class NixlTransport(Transport):
         # A write of several descriptors is shared by the threads; one of a single descriptor is a bulk write from
         # staging memory, or small. Where all are such, the threads would only cost a connection each to every peer.
         is_shared = writes and settings.forced_path is not TransferPath.STAGED
-        if settings.used_nixl_device is not None and settings.nixl_backend == "UCX":
-            # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
-            parameters["engine_config"] = f"NET_DEVICES={settings.used_nixl_device}"
+        if settings.nixl_backend == "UCX":
+            # Else UCX waits for TCP's connection while it holds everybody up: minutes, where packets get lost.
+            configuration = ["TCP_CONN_NB=y"]
+            device = chosen_device(settings).device
+            if device is not None:
+                # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
+                configuration.append(f"NET_DEVICES={device}")
+            parameters["engine_config"] = ",".join(configuration)
         return cls(
             endpoint_name,
             backend=settings.nixl_backend,
