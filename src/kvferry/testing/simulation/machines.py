@@ -185,6 +185,12 @@ class SimulatedRegistryClient(RegistryClient):
     def engine(self, name: str) -> EngineView:
         return self._registry.ask().engine(name, self._now())
 
+    def drain(self, engine: str) -> tuple[str, ...]:
+        return self._registry.ask().drain(engine, self._now())
+
+    def drains(self, endpoint: str) -> bool:
+        return self._registry.ask().drains(endpoint)
+
     def released(self) -> tuple[str, ...]:
         return self._registry.ask().released()
 
@@ -220,6 +226,10 @@ class SimulatedKeeper(LeaseKeeper):
 
     due_at = 0.0
     is_closed = False
+
+    def update(self, registration: RankRegistration) -> None:
+        super().update(registration)
+        self.due_at = 0.0
 
     def close(self, timeout_s: float = 0.0) -> bool:
         if not self.is_closed:
