@@ -249,6 +249,18 @@ class Settings(BaseSettings):
     heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")
+    drain_grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="How long an endpoint that is told to drain still takes new rooms: of requests that gateways had "
+        "sent here before they saw it. Engines that refuse new requests by themselves let all come that they have.",
+    )
+    drain_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long after an operator's word or a SIGTERM rooms may stay open; those that still are are "
+        "aborted then, caches among them that no decode side has fetched. docs/drain.md.",
+    )
     quarantine_s: float = Field(
         2.0,
         ge=0,

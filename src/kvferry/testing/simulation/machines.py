@@ -374,10 +374,19 @@ class SimulatedPlatform(Platform):
         raise AssertionError("the registry is a process of its own in the simulation")
 
     def keep_registered(
-        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self,
+        registry: Registry,
+        registration: RankRegistration,
+        on_problem: Callable[[Exception], None],
+        on_drain: Callable[[], None],
     ) -> LeaseKeeper:
         self.keeper = SimulatedKeeper(
-            registry, registration, _ignore, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)
+            registry,
+            registration,
+            _ignore,
+            on_drain=on_drain,
+            now=self.now,
+            jitter=lambda: self._chance.uniform(0.5, 1.0),
         )
         return self.keeper
 
