@@ -361,7 +361,7 @@ def test_a_rank_that_registers_for_a_drain_replaces_what_it_had_registered_at_on
 
 def test_an_engine_that_is_not_there_cannot_be_drained(client: Registry):
     client.register(rank(0))
-    with pytest.raises(RegistrationRefusedError, match="no rank of an engine named 'prefil' is registered.*'prefill'"):
+    with pytest.raises(RegistrationRefusedError, match=r"no rank of an engine named 'prefil' is registered.*'prefill'"):
         client.drain("prefil")
     with pytest.raises(SettingsError, match="cannot be an engine's name"):
         client.drain("../health")

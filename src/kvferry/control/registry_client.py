@@ -19,7 +19,16 @@ from kvferry.answers import request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry import Registry
-from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal, ToldToDrain
+from kvferry.control.registry_messages import (
+    UNKNOWN_ENGINE,
+    EngineList,
+    Health,
+    Lease,
+    Problem,
+    Released,
+    Removal,
+    ToldToDrain,
+)
 from kvferry.errors import (
     KVFerryError,
     RegistrationRefusedError,

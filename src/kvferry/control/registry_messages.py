@@ -20,7 +20,14 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.wire.field_types import EndpointName
-from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_NAMED, MOST_RANKS, MOST_RELEASED, EngineView, KnownEngine
+from kvferry.protocol.wire.registrations import (
+    MOST_ENGINES,
+    MOST_NAMED,
+    MOST_RANKS,
+    MOST_RELEASED,
+    EngineView,
+    KnownEngine,
+)
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""

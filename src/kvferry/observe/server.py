@@ -73,7 +73,6 @@ class ObserveServer(HttpServer):
         """Returns the routes."""
         # Imported late: most processes need no web server.
         from starlette.applications import Starlette
-        from starlette.requests import Request
         from starlette.responses import Response
         from starlette.routing import Route
 

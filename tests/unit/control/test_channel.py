@@ -133,7 +133,7 @@ def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
 
 
 def test_credentials_with_a_wrong_key_of_ours_do_not_even_start(context):
-    broken = Credentials(registry_token="", observe_token="", listening=KeyPair(b"x", b"x"), connecting=FRIENDS.connecting)
+    broken = replace(FRIENDS, listening=KeyPair(b"x", b"x"))
     with pytest.raises((ValueError, zmq.ZMQError)):
         ListeningChannel(context, host="127.0.0.1", port=0, credentials=broken)
     context.destroy(linger=0)

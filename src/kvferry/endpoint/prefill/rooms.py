@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+
 from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.early_warnings import UnaskedRooms
