@@ -132,7 +132,9 @@ class Deployment:
 
     def registry_of(self, name: str) -> RegistryClient:
         """A client of the registry at which a server's ranks are."""
-        return RegistryClient(psutil.Process(self.pid_of(name)).environ()["KVFERRY_REGISTRY_URL"])
+        environment = psutil.Process(self.pid_of(name)).environ()
+        own = f"http://127.0.0.1:{environment.get('KVFERRY_REGISTRY_PORT')}"
+        return RegistryClient(environment.get("KVFERRY_REGISTRY_URL", own))
 
     def interrupt(self) -> None:
         """Ends it as Ctrl-C does: nothing of it is left."""

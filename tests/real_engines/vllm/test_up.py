@@ -88,7 +88,7 @@ def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(dep
     answer = asked.json()["kv_transfer_params"]
     before = received(deployment)
     with deployment.registry_of("prefill-1") as registry, deployment.terminated("prefill-1") as process:
-        eventually("the registry says so", lambda: registry.engine("prefill-1").draining, 30.0)
+        eventually("the registry says so", lambda: registry.engine("prefill-1").draining)
         assert not registry.engine("prefill-1").registrations[0].drained
         assert process.is_running()
         told = deployment.post(decode, prompt=prompt, max_tokens=4, temperature=0, kv_transfer_params=answer)
