@@ -193,7 +193,7 @@ class Endpoint(ABC):
     def is_drained(self) -> bool:
         """Whether it drains, takes no new rooms and nothing is open any more, on this rank or of what peers wait for.
 
-        A plain read, for schedulers to poll.
+        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
         """
 
     def wait_drained(self, timeout_s: float | None = None) -> bool:

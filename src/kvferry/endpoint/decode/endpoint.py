@@ -203,7 +203,7 @@ class DecodeEndpoint(Endpoint):
     def is_drained(self) -> bool:
         """Whether it drains, takes no new rooms, and nothing is open or may still be written to.
 
-        A plain read, for schedulers to poll.
+        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
         """
         return self._driver.rooms.is_drained
 

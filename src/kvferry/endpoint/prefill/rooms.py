@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from math import inf
 
 from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.draining import Draining
@@ -64,6 +65,7 @@ class SendingRooms:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
+        self._last_ended_at = -inf
         self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
         self._timers: Timers[SendingRoom] = Timers()
@@ -178,9 +180,13 @@ class SendingRooms:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the endpoint drains, takes no new rooms, and nothing is open that decode ranks or our caller know."""
+        """Whether the endpoint drains, takes no new rooms, and nothing is open that decode ranks or our caller know.
+
+        Nor was anything just now: what was sent of the last room must have arrived before the close message may.
+        """
         with self._lock:
-            return self.draining.awaits_none and self.table.is_quiet
+            has_arrived = self._now() - self._last_ended_at >= self._settings.quarantine_s
+            return self.draining.awaits_none and self.table.is_quiet and has_arrived
 
     def close(self) -> None:
         """Aborts all rooms and refuses new ones. May be called again."""
@@ -255,6 +261,7 @@ class SendingRooms:
     def _forget(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._lock:
+            self._last_ended_at = self._now()
             self.table.remove(room, self._now())
 
     # ---- for the control thread ---------------------------------------------------------------------------------

@@ -97,6 +97,7 @@ class WorkerSide:
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._log = TransferLog()
         self._drain_timeout_s = drain_timeout_s
+        self._settles_s = settings.quarantine_s
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
@@ -128,9 +129,11 @@ class WorkerSide:
             raise
 
     def close(self) -> None:
-        """Closes the endpoints, within the settings' close_timeout_s."""
+        """Closes the endpoints, within the settings' close_timeout_s; where they drain, once what was sent has arrived."""
         if self._outgoing is not None:
             self._outgoing.close()
+        for endpoint in self._draining:  # what left with the last step may be on its way
+            endpoint.wait_drained(self._settles_s)
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
