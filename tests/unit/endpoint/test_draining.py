@@ -177,6 +177,18 @@ def test_an_export_that_nobody_has_come_for_keeps_the_endpoint_until_somebody_ha
     assert prefill.status().load.outstanding_exports == 0
 
 
+def test_an_endpoint_has_not_drained_while_what_it_sent_last_may_be_on_its_way(pair: Callable[..., Requests]):
+    """Its close message would overtake it, and fail the room on the decode side."""
+    requests = pair(quarantine_s=3600.0)
+    prefill, decode = ends(requests)
+    requests.run(1)
+    for endpoint in (prefill, decode):
+        endpoint.drain()
+    assert decode.wait_drained(10.0)
+    assert prefill.open_rooms == 0
+    assert not prefill.wait_drained(0.2)
+
+
 def test_what_is_open_for_too_long_is_aborted(requests: Requests):
     prefill, decode = ends(requests)
     export, routed = requests.new(1), requests.new(2)
