@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Callable
 from math import inf
 from typing import Any
@@ -13,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 from tests.support.caches import Model, Shape, pool
-from tests.support.engines import Engines, Request, Requests
+from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.metrics import samples
 from tests.support.waiting import eventually
 
@@ -241,6 +242,48 @@ def test_draining_does_not_wait_for_the_registry(engines: Callable[..., Engines]
     goes_on.set()
 
 
+@pytest.mark.full
+def test_of_two_engines_one_is_drained_under_load_and_no_request_fails(engines: Callable[..., Engines]):
+    """A gateway looks at the registry now and then; an operator drains one engine, which leaves."""
+    both = engines(drain_grace_s=2.0, quarantine_s=0.1)
+    model = Model()
+    prefills = [both.prefill(model), both.prefill(model)]
+    decode = both.decode(model)
+    routes = {engine.name: Requests(engine, decode) for engine in prefills}
+    (leaving,) = prefills[0].endpoints
+    open_: list[Request] = []
+    served: Counter[str] = Counter()
+    with RegistryClient(leaving.registry_url) as registry:
+
+        def staying() -> list[str]:
+            return [each.engine for each in registry.engines() if each.engine in routes and not each.draining]
+
+        known = staying()
+        assert sorted(known) == sorted(routes)
+        for room in range(120):
+            if room % 20 == 0:
+                known = staying()
+            if room == 50:
+                registry.drain(leaving.engine)
+            name = known[room % len(known)]
+            requests, request = routes[name], routes[name].new(room)
+            served[name] += 1
+            halves = [requests.open_decode, lambda each, to=requests: handed_in(to, each)]
+            for half in halves if room % 3 else reversed(halves):
+                half(request)
+            open_.append(request)
+            if len(open_) == 2:
+                open_.pop(0).wait()
+        for request in open_:
+            request.wait()
+        assert known == [prefills[1].name]
+        assert leaving.wait_drained(WAIT_S)
+        assert leaving.open_rooms == 0
+        leaving.close()
+        routes[prefills[1].name].run(1000)
+    assert served[leaving.engine] == 30, "half of the requests, until the gateway looked again"
+
+
 # ---- who sees it ----------------------------------------------------------------------------------------------------
 
 
@@ -265,6 +308,7 @@ def test_the_registry_shows_how_far_it_is(requests: Requests):
         assert client.engine(prefill.engine).registrations == ()
 
 
+@pytest.mark.full
 def test_an_operator_s_word_at_the_registry_drains_the_endpoint(engines: Callable[..., Engines]):
     both = engines(drain_grace_s=0.0)
     requests = Requests(both.prefill(Model()), both.decode(Model()))

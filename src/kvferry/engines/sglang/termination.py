@@ -1,9 +1,9 @@
 """What the plug-in does when SGLang's server is told to end.
 
-SGLang finishes the requests that it has, and a prefill server's are finished when their caches have arrived: so nothing
-that it keeps is lost. It tells its ranks only at the very end, though. So its main process, which gets the SIGTERM, says
-at the registry that the engine drains: from there gateways, decode ranks and the engine's own ranks hear of it. And when
-a rank's scheduler ends, its endpoints are closed, so that their peers need not miss them first.
+SGLang finishes the requests that it has, and a prefill server's are finished when their caches have arrived: so
+nothing that it keeps is lost. It tells its ranks only at the very end, though. So its main process, which gets the
+SIGTERM, says at the registry that the engine drains: from there gateways, decode ranks and the engine's own ranks hear
+of it. And when a rank's scheduler ends, its endpoints are closed, so that their peers need not miss them first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Notices that vLLM's engine process is told to end, so that what leaves it can be let out first.
 
-vLLM's server sends its engine process a SIGTERM when it gets one itself. With --shutdown-timeout the engine then takes no
-new requests, finishes those that it has, and keeps the blocks of those that decode servers have not fetched; without, the
-process is killed at once, and nobody can do anything about that from within.
+vLLM's server sends its engine process a SIGTERM when it gets one itself. With --shutdown-timeout the engine then takes
+no new requests, finishes those that it has, and keeps the blocks of those that decode servers have not fetched;
+without, the process is killed at once, and nobody can do anything about that from within.
 """
 
 from __future__ import annotations

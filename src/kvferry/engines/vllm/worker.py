@@ -129,7 +129,7 @@ class WorkerSide:
             raise
 
     def close(self) -> None:
-        """Closes the endpoints, within the settings' close_timeout_s; where they drain, once what was sent has arrived."""
+        """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
         if self._outgoing is not None:
             self._outgoing.close()
         for endpoint in self._draining:  # what left with the last step may be on its way
