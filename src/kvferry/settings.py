@@ -163,9 +163,9 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="Serve metrics (/metrics), status (/status) and health (/health) on this port plus the rank's "
-        "number, or the next that is free; 0 takes any free one. Not served without it. Read-only, for everyone who "
-        "reaches the address.",
+        description="Serve metrics (/metrics), status (/status), health (/health) and probes (/livez, /readyz) on this "
+        "port plus the rank's number, or the next that is free; 0 takes any free one. Not served without it. Everyone "
+        "who reaches the address may read; who may drain the endpoint, docs/drain.md says.",
     )
 
     traces: bool = Field(

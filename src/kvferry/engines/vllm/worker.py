@@ -132,8 +132,8 @@ class WorkerSide:
         """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
         if self._outgoing is not None:
             self._outgoing.close()
-        for endpoint in self._draining:  # what left with the last step may be on its way
-            endpoint.wait_drained(self._settles_s)
+        for draining in self._draining:  # what left with the last step may be on its way
+            draining.wait_drained(self._settles_s)
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
