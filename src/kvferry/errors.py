@@ -12,7 +12,8 @@
     |   |-- ChunkError              a chunk after the last one, or one that leaves a gap
     |   |-- PageError               pages out of range, repeated, or too few or too many
     |   |-- QueueFullError          too much waits already: nothing was taken, try again later
-    |   `-- EndpointClosedError     the endpoint was closed
+    |   |-- EndpointClosedError     the endpoint was closed
+    |   `-- EndpointDrainingError   the endpoint is draining: ask another engine
     |-- PeerError                   the peer broke the rules
     |   |-- MessageError            bytes that are no message of ours
     |   |   `-- UnknownMessageError a message of a type that a newer release has; it is ignored
@@ -105,6 +106,10 @@ class QueueFullError(UsageError):
 
 class EndpointClosedError(UsageError):
     """The endpoint was closed and takes no more work."""
+
+
+class EndpointDrainingError(UsageError):
+    """The endpoint is draining: what is open goes on, and whatever is new is for another engine."""
 
 
 class PeerError(KVFerryError):

@@ -167,9 +167,9 @@ class Settings(BaseSettings):
         None,
         ge=0,
         le=65535,
-        description="Serve metrics (/metrics), status (/status) and health (/health) on this port plus the rank's "
-        "number, or the next that is free; 0 takes any free one. Not served without it. Read-only, for everyone who "
-        "reaches the address.",
+        description="Serve metrics (/metrics), status (/status), health (/health) and probes (/livez, /readyz) on this "
+        "port plus the rank's number, or the next that is free; 0 takes any free one. Not served without it. Everyone "
+        "who reaches the address may read; who may drain the endpoint, docs/drain.md says.",
     )
 
     traces: bool = Field(
@@ -253,6 +253,18 @@ class Settings(BaseSettings):
     heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")
     close_timeout_s: float = Field(5.0, ge=0, description="How long close waits for writes that are on their way.")
+    drain_grace_s: float = Field(
+        5.0,
+        ge=0,
+        description="How long an endpoint that is told to drain still takes new rooms: of requests that gateways had "
+        "sent here before they saw it. Engines that refuse new requests by themselves let all come that they have.",
+    )
+    drain_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="How long after an operator's word or a SIGTERM rooms may stay open; those that still are are "
+        "aborted then, caches among them that no decode side has fetched. docs/drain.md.",
+    )
     quarantine_s: float = Field(
         2.0,
         ge=0,

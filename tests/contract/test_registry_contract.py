@@ -313,6 +313,60 @@ def test_an_operator_releases_what_is_not_registered(client: Registry):
     assert sorted(client.released()) == ["prefill-0-71-abc", "prefill-0-72-abc"]
 
 
+def test_an_operator_drains_an_engine_and_its_ranks_hear_of_it_when_they_renew(kind: Kind):
+    with kind.client() as ranks, kind.client() as operator, kind.client() as gateway:
+        ranks.register(rank(0, incarnation="a"))
+        ranks.register(rank(1, incarnation="b"))
+        ranks.register(rank(0, 1, incarnation="c", engine="another"))
+        assert not gateway.engine("prefill").draining
+        assert sorted(operator.drain("prefill")) == ["a", "b"]
+        view = gateway.engine("prefill")
+        assert view.draining, "before the ranks have heard of it"
+        assert [each.draining for each in view.registrations] == [True, True]
+        assert [each.drained for each in view.registrations] == [False, False]
+        assert [each.draining for each in gateway.engines()] == [False, True]
+        assert not ranks.drains("a")
+        ranks.register(rank(0, incarnation="a"))
+        ranks.register(rank(0, 1, incarnation="c", engine="another"))
+        assert [ranks.drains(each) for each in "abc"] == [True, False, False]
+        ranks.register(rank(0, incarnation="a", draining=True, drained=True, open_rooms=0))
+        ranks.register(rank(1, incarnation="b", draining=True, open_rooms=3))
+        assert [(each.drained, each.open_rooms) for each in gateway.engine("prefill").registrations] == [
+            (True, 0),
+            (False, 3),
+        ]
+
+
+def test_a_drain_is_not_for_ranks_that_start_later(kind: Kind):
+    with kind.client() as ranks, kind.client() as operator:
+        ranks.register(rank(0, 1, incarnation="first"))
+        operator.drain("prefill")
+        ranks.register(rank(0, 1, incarnation="second"))
+        assert not ranks.drains("second")
+        assert not operator.engine("prefill").draining
+
+
+def test_a_rank_that_registers_for_a_drain_replaces_what_it_had_registered_at_once(client: Registry):
+    told: list[bool] = []
+    with LeaseKeeper(client, rank(0, 1), nobody, on_drain=lambda: told.append(True)) as keeper:
+        assert keeper.registered.wait(PATIENCE_S)
+        client.drain("prefill")
+        eventually("the keeper hears of it", lambda: told == [True])
+        keeper.update(rank(0, 1, draining=True, open_rooms=2))
+        eventually("others see it", lambda: client.engine("prefill").registrations[0].open_rooms == 2)
+        time.sleep(LEASE_S)
+        assert told == [True], "once"
+        assert client.engine("prefill").draining
+
+
+def test_an_engine_that_is_not_there_cannot_be_drained(client: Registry):
+    client.register(rank(0))
+    with pytest.raises(RegistrationRefusedError, match=r"no rank of an engine named 'prefil' is registered.*'prefill'"):
+        client.drain("prefil")
+    with pytest.raises(SettingsError, match="cannot be an engine's name"):
+        client.drain("../health")
+
+
 def test_a_dead_rank_among_living_ones_can_be_released_before_long(kind: Kind, monkeypatch: pytest.MonkeyPatch):
     """Without any other roll call than that of the release itself."""
     monkeypatch.setattr(etcd_registry, "ROLL_CALL_LEASES", 1e6)
@@ -365,6 +419,7 @@ CALLS: dict[str, Callable[[Registry], Any]] = {
     "remove": lambda client: client.remove("prefill", 0, "first"),
     "engine": lambda client: client.engine("prefill"),
     "engines": lambda client: client.engines(),
+    "drain": lambda client: (client.register(rank(0)), client.drain("prefill")),
     "release": lambda client: client.release("lost"),
     "released": lambda client: client.released(),
 }

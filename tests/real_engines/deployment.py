@@ -18,6 +18,7 @@ import psutil
 from tests.real_engines.alone import check_alone
 
 from kvferry.applications.up.supervision import free_ports
+from kvferry.control.registry_client import RegistryClient
 
 READY_S = 400.0
 STOPS_S = 120.0
@@ -116,6 +117,24 @@ class Deployment:
         assert self.pid_of(name) != killed
         for _ in range(4):
             assert self.ask(prompt).json()["choices"][0]["text"] == expected
+
+    @contextmanager
+    def terminated(self, name: str) -> Iterator[psutil.Process]:
+        """Tells a server to end, as a pod's end does, which has ended and come back by the end of the block."""
+        process = psutil.Process(self.pid_of(name))
+        process.send_signal(signal.SIGTERM)
+        yield process
+        process.wait(STOPS_S)
+        deadline = time.monotonic() + READY_S
+        while not self.server(name)["is_healthy"]:
+            assert time.monotonic() < deadline, "it did not come back"
+            time.sleep(0.5)
+
+    def registry_of(self, name: str) -> RegistryClient:
+        """A client of the registry at which a server's ranks are."""
+        environment = psutil.Process(self.pid_of(name)).environ()
+        own = f"http://127.0.0.1:{environment.get('KVFERRY_REGISTRY_PORT')}"
+        return RegistryClient(environment.get("KVFERRY_REGISTRY_URL", own))
 
     def interrupt(self) -> None:
         """Ends it as Ctrl-C does: nothing of it is left."""

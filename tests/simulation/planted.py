@@ -647,6 +647,14 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Arrivals, "_notified", notified)
 
 
+# ---- ranks that drain ----------------------------------------------------------------------------------------------
+
+
+def _drained_with_rooms_open(patch: pytest.MonkeyPatch) -> None:
+    """A rank counts as drained as soon as it takes no new rooms."""
+    patch.setattr(SendingRooms, "is_drained", property(lambda rooms: rooms.draining.awaits_none))
+
+
 # ---- staging memory --------------------------------------------------------------------------------------------------
 
 
@@ -918,6 +926,7 @@ PLANTED: dict[str, Plant] = {
     "layers join others before they are ready": _joined_unready,
     "older prefill ranks spoken to in the newest version": _spoken_to_in_the_newest_version,
     "older decode ranks answered in the newest version": _answered_in_the_newest_version,
+    "drained with rooms open": _drained_with_rooms_open,
 }
 
 ONLY_ENUMERATED: dict[str, Plant] = {
@@ -933,5 +942,6 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
+    "drained with rooms open": frozenset({"leave"}),
 }
 """Kinds of trouble that it takes to bring a fault to light: a search for it leaves out schedules without them."""

@@ -33,7 +33,8 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
 
 
 ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
-    "open", "refuse", "open_rooms", "status", "observe_url", "health", "is_healthy", "close"
+    "open", "refuse", "open_rooms", "status", "observe_url", "health", "is_healthy", "close",
+    "drain", "is_draining", "is_drained", "wait_drained", "not_ready",
 }  # fmt: skip
 TRANSFER = {
     "room",

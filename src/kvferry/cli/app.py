@@ -12,6 +12,7 @@ from kvferry._version import __version__
 from kvferry.applications.bench.command import bench
 from kvferry.applications.demo.command import demo
 from kvferry.applications.doctor.command import doctor
+from kvferry.applications.drain.command import drain
 from kvferry.applications.plan.command import plan
 from kvferry.applications.sim.command import sim
 from kvferry.applications.top.command import top, trace
@@ -107,5 +108,5 @@ def release(
             )
 
 
-for _command in (demo, plan, bench, up, doctor, top, trace, sim):
+for _command in (demo, plan, bench, up, doctor, top, drain, trace, sim):
     app.command()(_command)

@@ -37,11 +37,13 @@ class Credentials:
 
     Attributes:
         registry_token: the registry's bearer token.
+        observe_token: an observe server's bearer token, for whoever drains an endpoint.
         listening: keys of prefill ranks' end of the peer channel.
         connecting: keys of decode ranks' end.
     """
 
     registry_token: str = field(repr=False)
+    observe_token: str = field(repr=False)
     listening: KeyPair = field(repr=False)
     connecting: KeyPair = field(repr=False)
 
@@ -50,6 +52,7 @@ class Credentials:
         """Derives the credentials of everyone who has this secret."""
         return Credentials(
             registry_token=_derived(secret, "registry bearer token").hex(),
+            observe_token=_derived(secret, "observe bearer token").hex(),
             listening=_key_pair(_derived(secret, "peer channel, listening side")),
             connecting=_key_pair(_derived(secret, "peer channel, connecting side")),
         )

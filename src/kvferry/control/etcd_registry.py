@@ -4,6 +4,8 @@ Under the prefix and a version stand
 
     engines/{engine}/lease          attached to the engine's lease
     engines/{engine}/ranks/{rank}   the rank's `RankRegistration`, attached to the same
+    engines/{engine}/draining/{endpoint}
+                                    an operator's word that this start of a rank is to drain, attached to its own lease
     released/{endpoint}             an operator's word, attached to nothing
 
 **One lease an engine.** The first rank has a lease granted and writes the engine's `lease` key, attached to it, where
@@ -29,7 +31,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -57,6 +59,7 @@ from kvferry.control.etcd_messages import (
 )
 from kvferry.control.registration_rules import (
     check_agreement,
+    refuse_drain,
     refuse_release,
     replaced_by,
     unknown,
@@ -91,6 +94,8 @@ _LONGEST_PAUSE_S = 0.1  # between two of them
 _QUIET_S = 5.0  # so long a watch may be silent before another member is asked
 _WATCH_RETRY_S = 0.25
 _CLOSING_S = 1.0
+_TOLD_TO_DRAIN_S = 3600  # how long an operator's word waits for ranks that do not come back to hear it
+_DRAINING = "draining/"  # begins the keys of these words, behind the engine's
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -176,6 +181,7 @@ class EtcdRegistry(Registry):
         self._lock = threading.Lock()
         self._written: dict[str, _Record] = {}  # by the keys of ranks that this process has registered
         self._epochs: dict[str, _Epoch] = {}  # by engine
+        self._told_to_drain: set[str] = set()  # endpoints that were registered here
         self._watchers: list[OnChange] = []
         self._watching: threading.Thread | None = None
         self._closing = threading.Event()
@@ -223,13 +229,31 @@ class EtcdRegistry(Registry):
         """Returns the live ranks of one engine, see `Registry.engine`."""
         check_engine_name(name)
         folder = self._engine_folder(name)
-        ranks = self._ranks(self._range(folder, is_folder=True)).get(name)
-        return _view(name, ranks) if ranks else unknown(name, self._names())
+        entries = self._range(folder, is_folder=True)
+        ranks = self._ranks(entries).get(name)
+        return _view(name, ranks, _told_to_drain(entries)) if ranks else unknown(name, self._names())
 
     def engines(self) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, see `Registry.engines`."""
-        found = self._ranks(self._range(self._root + "engines/", is_folder=True))
-        return tuple(_view(name, ranks) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
+        entries = self._range(self._root + "engines/", is_folder=True)
+        found, told = self._ranks(entries), _told_to_drain(entries)
+        return tuple(_view(name, ranks, told) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
+
+    def drain(self, engine: str) -> tuple[str, ...]:
+        """Tells the live ranks of an engine to drain, see `Registry.drain`."""
+        view = self.engine(engine)
+        if not view.registrations:
+            raise refuse_drain(view)
+        told = tuple(each.incarnation for each in view.registrations)
+        lease = self._granted(_TOLD_TO_DRAIN_S)
+        for each in told:
+            body = {"key": encoded(self._draining_key(engine, each)), "lease": lease}
+            self._members.ask("kv/put", body, Done)
+        return told
+
+    def drains(self, endpoint: str) -> bool:
+        """Whether an operator has told an endpoint to drain, see `Registry.drains`."""
+        return endpoint in self._told_to_drain
 
     def release(self, endpoint: str) -> None:
         """Tells decode ranks that an endpoint has ended, see `Registry.release`. Refusing, it calls the roll."""
@@ -294,13 +318,17 @@ class EtcdRegistry(Registry):
         record = self._written.get(key)
         if record is None or record.registration != registration:
             return None
-        reads = [{"request_range": {"key": encoded(each), "keys_only": True}} for each in (key, engine_key)]
+        told_key = self._draining_key(registration.engine, registration.incarnation)
+        reads = [{"request_range": {"key": encoded(each), "keys_only": True}} for each in (key, engine_key, told_key)]
         body = {"compare": [has_value(key, msgspec.json.encode(record))], "success": reads}
         answer = self._members.ask("kv/txn", body, Transaction)
         if not answer.succeeded:
             return None
-        leases = [each.lease for response in answer.responses for each in response.response_range.kvs]
-        if len(leases) != len(reads) or len(set(leases)) != 1:  # the engine has moved to another one
+        *own, told = [response.response_range.kvs for response in answer.responses]
+        if told:
+            self._told_to_drain.add(registration.incarnation)
+        leases = [each.lease for found in own for each in found]
+        if len(leases) != len(own) or len(set(leases)) != 1:  # the engine has moved to another one
             return None
         return self._kept_alive(leases[0])
 
@@ -310,6 +338,8 @@ class EtcdRegistry(Registry):
         key, engine_key = self._keys(registration)
         folder = self._engine_folder(engine)
         entries = self._range(folder, is_folder=True)
+        if self._draining_key(engine, registration.incarnation) in entries:
+            self._told_to_drain.add(registration.incarnation)
         ranks = self._ranks(entries).get(engine, {})
         held = ranks.get(rank)
         replaced = () if held is None else replaced_by(registration, held.record.registration, held.record.replaced)
@@ -348,8 +378,8 @@ class EtcdRegistry(Registry):
         renewed = self._members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
         return _Hold(lease, renewed.ttl) if renewed.ttl > 0 else None
 
-    def _granted(self) -> int:
-        return self._members.ask("lease/grant", {"TTL": self._lease_s}, Lease).id
+    def _granted(self, lease_s: int | None = None) -> int:
+        return self._members.ask("lease/grant", {"TTL": lease_s or self._lease_s}, Lease).id
 
     def _revoke(self, lease: int) -> None:
         try:
@@ -433,6 +463,9 @@ class EtcdRegistry(Registry):
     def _rank_key(self, engine: str, engine_rank: int) -> str:
         return f"{self._engine_folder(engine)}ranks/{engine_rank}"
 
+    def _draining_key(self, engine: str, endpoint: str) -> str:
+        return f"{self._engine_folder(engine)}{_DRAINING}{quote(endpoint, safe='')}"
+
     def _keys(self, registration: RankRegistration) -> tuple[str, str]:
         """Returns the keys of a rank and of its engine's lease."""
         engine = registration.engine
@@ -491,8 +524,14 @@ def _held(entries: Mapping[str, KeyValue], key: str) -> _Held | None:
         return None
 
 
-def _view(engine: str, ranks: Mapping[int, _Held]) -> EngineView:
-    return view_of(engine, (held.record.registration for held in ranks.values()))
+def _view(engine: str, ranks: Mapping[int, _Held], told_to_drain: Collection[str]) -> EngineView:
+    return view_of(engine, (held.record.registration for held in ranks.values()), told_to_drain)
+
+
+def _told_to_drain(entries: Iterable[str]) -> frozenset[str]:
+    """Returns the endpoints that keys say an operator has told to drain."""
+    marked = (key.partition(f"/{_DRAINING}") for key in entries)
+    return frozenset(unquote(endpoint) for _, mark, endpoint in marked if mark)
 
 
 def _text(key: bytes) -> str:

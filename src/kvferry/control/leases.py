@@ -16,6 +16,8 @@ The rules:
    A rank that was closed removed its own; a rank that died cannot renew. So after one lease at most the new
    start is accepted, if it keeps trying. Refusals that last longer mean that the earlier start is still
    running, and they name its address.
+5. An operator's word that an engine is to drain is for the starts of its ranks that are live then. They are told when
+   they renew, and shown as draining from then on. A start that comes later is not meant.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from dataclasses import dataclass
 from kvferry.control.registration_rules import (
     check_agreement,
     named,
+    refuse_drain,
     refuse_release,
     replaced_by,
     unknown,
@@ -75,6 +78,7 @@ class Leases:
         self._max_ranks = max_ranks
         self._leases_by_engine: dict[str, dict[int, _Lease]] = {}
         self._released: dict[str, None] = {}  # in the order in which they were
+        self._told_to_drain: dict[str, None] = {}  # likewise
 
     def release(self, incarnation: str, now: float) -> None:
         """Keeps an operator's word that this start of a rank has ended, whatever became of it.
@@ -94,6 +98,27 @@ class Leases:
     def released(self) -> tuple[str, ...]:
         """Returns the starts of ranks that operators have released."""
         return tuple(self._released)
+
+    def drain(self, engine: str, now: float) -> tuple[str, ...]:
+        """Keeps an operator's word that the live ranks of an engine are to drain.
+
+        Returns:
+            The starts of ranks that are meant.
+
+        Raises:
+            RegistrationRefusedError: if there are none.
+        """
+        leases = self._live_leases(engine, now)
+        if not leases:
+            raise refuse_drain(self.engine(engine, now))
+        told = tuple(lease.registration.incarnation for _, lease in sorted(leases.items()))
+        for incarnation in told:
+            remember(self._told_to_drain, incarnation, None, self._max_ranks)
+        return told
+
+    def drains(self, incarnation: str) -> bool:
+        """Whether an operator has told a start of a rank to drain."""
+        return incarnation in self._told_to_drain
 
     def register(self, registration: RankRegistration, now: float) -> float:
         """Grants or renews a rank's lease.
@@ -142,14 +167,14 @@ class Leases:
         """Returns the live ranks of one engine; a view without any, and with others' names, if there are none."""
         leases = self._live_leases(name, now)
         if leases:
-            return _view(name, leases.values())
+            return self._view(name, leases.values())
         self._drop_expired(now)
         return unknown(name, tuple(sorted(self._leases_by_engine)))
 
     def engines(self, now: float) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name."""
         self._drop_expired(now)
-        return tuple(_view(name, leases.values()) for name, leases in sorted(self._leases_by_engine.items()))
+        return tuple(self._view(name, leases.values()) for name, leases in sorted(self._leases_by_engine.items()))
 
     def _live_leases(self, engine: str, now: float) -> dict[int, _Lease]:
         leases = self._leases_by_engine.get(engine, {})
@@ -188,6 +213,5 @@ class Leases:
     def _rank_count(self) -> int:
         return sum(map(len, self._leases_by_engine.values()))
 
-
-def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:
-    return view_of(engine, (lease.registration for lease in leases))
+    def _view(self, engine: str, leases: Iterable[_Lease]) -> EngineView:
+        return view_of(engine, (lease.registration for lease in leases), self._told_to_drain)

@@ -6,9 +6,11 @@ etcd. The rules are those of `leases`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from difflib import SequenceMatcher
 from functools import lru_cache
+
+from msgspec import structs
 
 from kvferry.errors import RegistrationRefusedError
 from kvferry.protocol.wire.registrations import MOST_NAMED, EngineView, RankRegistration
@@ -79,17 +81,39 @@ def refuse_release(registration: RankRegistration, lease_s: float) -> Registrati
     )
 
 
+def refuse_drain(view: EngineView) -> RegistrationRefusedError:
+    """Returns the error for an operator who drains an engine of which no rank is live.
+
+    Args:
+        view: what is known of it.
+    """
+    others = f"; there are {', '.join(map(repr, view.others))}" if view.others else "; nor is any other engine"
+    return RegistrationRefusedError(f"no rank of an engine named {view.engine!r} is registered{others}")
+
+
 def named(registration: RankRegistration) -> str:
     """Names a rank in a sentence."""
     return f"rank {registration.engine_rank} of engine {registration.engine!r}"
 
 
-def view_of(engine: str, live: Iterable[RankRegistration]) -> EngineView:
-    """Returns what a registry says of an engine that has live ranks."""
-    registrations = tuple(sorted(live, key=lambda one: one.engine_rank))
+def view_of(engine: str, live: Iterable[RankRegistration], told_to_drain: Collection[str] = ()) -> EngineView:
+    """Returns what a registry says of an engine that has live ranks.
+
+    Args:
+        told_to_drain: incarnations that an operator has told to drain: they are shown so before they say so themselves.
+    """
+    registrations = tuple(
+        structs.replace(each, draining=True) if each.incarnation in told_to_drain else each
+        for each in sorted(live, key=lambda one: one.engine_rank)
+    )
     world_size = registrations[0].world_size
-    complete = len(registrations) == world_size
-    return EngineView(engine=engine, registrations=registrations, world_size=world_size, complete=complete)
+    return EngineView(
+        engine=engine,
+        registrations=registrations,
+        world_size=world_size,
+        complete=len(registrations) == world_size,
+        draining=any(each.draining for each in registrations),
+    )
 
 
 def unknown(engine: str, names: tuple[str, ...]) -> EngineView:

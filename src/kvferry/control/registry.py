@@ -75,6 +75,28 @@ class Registry(ABC):
         """Returns every engine that has a live rank, by name."""
 
     @abstractmethod
+    def drain(self, engine: str) -> tuple[str, ...]:
+        """Tells the live ranks of a prefill engine to drain, as `PrefillEndpoint.drain` does.
+
+        Everyone who asks sees them draining from now on; they learn of it when they renew their registration. Ranks
+        that start later are not meant.
+
+        Returns:
+            The endpoints that are meant: a start of a rank each.
+
+        Raises:
+            RegistrationRefusedError: if no rank of the engine is registered.
+            SettingsError: if no engine can have this name.
+        """
+
+    @abstractmethod
+    def drains(self, endpoint: str) -> bool:
+        """Whether an operator has told an endpoint to drain, as far as its last registration by this object has shown.
+
+        Asks nobody.
+        """
+
+    @abstractmethod
     def release(self, endpoint: str) -> None:
         """Tells every decode rank that asks this registry that a prefill endpoint has ended.
 

@@ -33,6 +33,7 @@ from kvferry.control.registry_messages import (
     Problem,
     Released,
     Removal,
+    ToldToDrain,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -103,7 +104,8 @@ def registry_app(
                 f"the body registers rank {registration.engine_rank} of engine {registration.engine!r} under "
                 f"the path of rank {rank} of engine {engine!r}"
             )
-        return _json(Lease(lease_s=registrations.register(registration, clock())))
+        lease_s = registrations.register(registration, clock())
+        return _json(Lease(lease_s=lease_s, draining=registrations.drains(registration.incarnation)))
 
     async def delete_rank(request: Request) -> Response:
         incarnation = request.query_params.get("incarnation")
@@ -129,6 +131,9 @@ def registry_app(
     async def get_engines(_request: Request) -> Response:
         return _json(EngineList(engines=registrations.engines(clock())))
 
+    async def put_draining(request: Request) -> Response:
+        return _json(ToldToDrain(endpoints=registrations.drain(request.path_params["engine"], clock())))
+
     async def put_released(request: Request) -> Response:
         registrations.release(request.path_params["endpoint"], clock())
         return _json(Released(endpoints=(request.path_params["endpoint"],)))
@@ -146,6 +151,7 @@ def registry_app(
             Route(rank_path, delete_rank, methods=["DELETE"]),
             Route("/v1/engines/{engine}", get_engine, methods=["GET"]),
             Route("/v1/engines", get_engines, methods=["GET"]),
+            Route("/v1/draining/{engine}", put_draining, methods=["PUT"]),
             Route("/v1/released/{endpoint}", put_released, methods=["PUT"]),
             Route("/v1/released", get_released, methods=["GET"]),
             Route("/health", get_health, methods=["GET"]),

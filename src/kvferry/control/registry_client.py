@@ -19,7 +19,16 @@ from kvferry.answers import request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry import Registry
-from kvferry.control.registry_messages import UNKNOWN_ENGINE, EngineList, Health, Lease, Problem, Released, Removal
+from kvferry.control.registry_messages import (
+    UNKNOWN_ENGINE,
+    EngineList,
+    Health,
+    Lease,
+    Problem,
+    Released,
+    Removal,
+    ToldToDrain,
+)
 from kvferry.errors import (
     KVFerryError,
     RegistrationRefusedError,
@@ -43,6 +52,7 @@ _LEASE = msgspec.json.Decoder(Lease)
 _REMOVAL = msgspec.json.Decoder(Removal)
 _ENGINE = msgspec.json.Decoder(EngineView)
 _ENGINES = msgspec.json.Decoder(EngineList)
+_TOLD_TO_DRAIN = msgspec.json.Decoder(ToldToDrain)
 _RELEASED = msgspec.json.Decoder(Released)
 _HEALTH = msgspec.json.Decoder(Health)
 _PROBLEM = msgspec.json.Decoder(Problem)
@@ -95,6 +105,7 @@ class RegistryClient(Registry):
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
         self._is_closed = False
+        self._told_to_drain: set[str] = set()  # endpoints that were registered here
 
     @property
     def url(self) -> str:
@@ -117,7 +128,10 @@ class RegistryClient(Registry):
         problem = self._problem(body) if 400 <= status < 500 else None
         if problem is not None:
             raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
-        return self._answer(status, body, _LEASE).lease_s
+        lease = self._answer(status, body, _LEASE)
+        if lease.draining:
+            self._told_to_drain.add(registration.incarnation)
+        return lease.lease_s
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         """Ends a rank's lease, if this incarnation holds it; otherwise nothing changes.
@@ -165,6 +179,26 @@ class RegistryClient(Registry):
             RegistryError: if what answered is no registry, or it failed.
         """
         return self._answer(*self._exchange("GET", "/v1/engines"), _ENGINES).engines
+
+    def drain(self, engine: str) -> tuple[str, ...]:
+        """Tells the live ranks of a prefill engine to drain, see `Registry.drain`.
+
+        Raises:
+            RegistrationRefusedError: if no rank of the engine is registered.
+            RegistryUnreachableError: if nothing answered.
+            RegistryError: if what answered is no registry, or it failed.
+            SettingsError: if no engine can have this name.
+        """
+        check_engine_name(engine)
+        status, body = self._exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
+        problem = self._problem(body) if status == 409 else None
+        if problem is not None:
+            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
+        return self._answer(status, body, _TOLD_TO_DRAIN).endpoints
+
+    def drains(self, endpoint: str) -> bool:
+        """Whether an operator has told an endpoint to drain, see `Registry.drains`."""
+        return endpoint in self._told_to_drain
 
     def release(self, endpoint: str) -> None:
         """Tells every decode rank that asks this registry that a prefill endpoint has ended.
@@ -338,6 +372,7 @@ class LeaseKeeper:
         shortest_retry_s: the wait after the first failure, in seconds; it doubles with each one that follows.
         longest_retry_s: where the doubling ends, in seconds. Each wait is shortened at random by up to a
             half, so that the ranks of an engine do not all return at once.
+        on_drain: called once, from the keeper's thread, when an operator has told the rank to drain.
         now: the time, in seconds of a clock that never goes back.
         jitter: by what a wait is multiplied; a random number between a half and one by default.
 
@@ -355,6 +390,7 @@ class LeaseKeeper:
         *,
         shortest_retry_s: float = 0.1,
         longest_retry_s: float = 2.0,
+        on_drain: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] | None = None,
     ) -> None:
@@ -368,6 +404,8 @@ class LeaseKeeper:
         self._client = client
         self._registration = registration
         self._on_problem = on_problem
+        self._on_drain = on_drain
+        self._was_told_to_drain = False
         self._shortest_retry_s = shortest_retry_s
         self._longest_retry_s = longest_retry_s
         self._retry_s = shortest_retry_s
@@ -393,6 +431,11 @@ class LeaseKeeper:
             name = f"kvferry-lease-{registration.engine}-{registration.engine_rank}"
             self._thread = threading.Thread(target=self._run, name=name, daemon=True)
             self._thread.start()
+
+    def update(self, registration: RankRegistration) -> None:
+        """Registers something else of the rank from now on; at once, on the keeper's thread."""
+        self._registration = registration
+        self._woken.set()
 
     def close(self, timeout_s: float = 6.0) -> bool:
         """Removes the registration if the registry can be reached, and ends the thread. May be called again.
@@ -456,6 +499,9 @@ class LeaseKeeper:
         self._retry_s = self._shortest_retry_s
         self.last_error = None
         self.registered.set()
+        if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
+            self._was_told_to_drain = True
+            self._on_drain()
         return lease_s / 3
 
     def remove(self) -> None:

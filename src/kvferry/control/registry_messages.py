@@ -4,6 +4,7 @@
     DELETE /v1/engines/{engine}/ranks/{rank}?incarnation={id}     -> Removal
     GET    /v1/engines                                            -> EngineList
     GET    /v1/engines/{engine}                                   -> EngineView
+    PUT    /v1/draining/{engine}                                  -> ToldToDrain
     PUT    /v1/released/{endpoint}                                -> Released
     GET    /v1/released                                           -> Released
     GET    /health                                                -> Health
@@ -19,7 +20,14 @@ from typing import Annotated
 import msgspec
 
 from kvferry.protocol.wire.field_types import EndpointName
-from kvferry.protocol.wire.registrations import MOST_ENGINES, MOST_NAMED, MOST_RELEASED, EngineView, KnownEngine
+from kvferry.protocol.wire.registrations import (
+    MOST_ENGINES,
+    MOST_NAMED,
+    MOST_RANKS,
+    MOST_RELEASED,
+    EngineView,
+    KnownEngine,
+)
 
 API_VERSION = 1
 """The `v1` of the routes. A client of another version does not find them."""
@@ -38,9 +46,15 @@ UNKNOWN_ENGINE = "UnknownEngine"
 
 
 class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A registration was granted: it lasts `lease_s` seconds unless it is renewed."""
+    """A registration was granted.
+
+    Attributes:
+        lease_s: how long it lasts unless it is renewed.
+        draining: whether an operator has told the rank to drain.
+    """
 
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)]
+    draining: bool = False
 
 
 class Removal(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +73,12 @@ class Released(msgspec.Struct, frozen=True, kw_only=True):
     """Endpoints that an operator says have ended: a start of a rank each."""
 
     endpoints: Annotated[tuple[EndpointName, ...], msgspec.Meta(max_length=MOST_RELEASED)]
+
+
+class ToldToDrain(msgspec.Struct, frozen=True, kw_only=True):
+    """Endpoints that an operator has told to drain: a start of a rank each."""
+
+    endpoints: Annotated[tuple[EndpointName, ...], msgspec.Meta(max_length=MOST_RANKS)]
 
 
 class Health(msgspec.Struct, frozen=True, kw_only=True):

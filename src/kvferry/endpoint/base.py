@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -9,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from math import inf
 from types import TracebackType
 from typing import Protocol, TypeVar
 
@@ -16,9 +18,10 @@ from kvferry._version import __version__
 from kvferry.addresses import with_found_address
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, endpoint_name
+from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.telemetry import EndpointTelemetry
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import (
     MOST_ROOMS,
@@ -29,6 +32,7 @@ from kvferry.observe.status import (
     Side,
     StagingStatus,
     ThreadStatus,
+    load_of,
 )
 from kvferry.plan import check_token_share
 from kvferry.plan.fingerprint import checked_fingerprint
@@ -36,6 +40,8 @@ from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.transport import Transport
+
+log = logging.getLogger(__name__)
 
 EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
@@ -106,7 +112,10 @@ class Endpoint(ABC):
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )
         self._started_at = self._platform.now()
-        self._telemetry = EndpointTelemetry(self._side, engine, self.engine_rank, self.settings, self.status)
+        self._telemetry = EndpointTelemetry(
+            self._side, engine, self.engine_rank, self.settings, status=self.status, drain=self._drain_by_order
+        )
+        self._is_closing = False
         self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
 
     @property
@@ -135,6 +144,88 @@ class Endpoint(ABC):
         """Number of rooms that have not ended on this rank, or for which something may still be written or read."""
         return self._driver.open_rooms
 
+    # ---- draining -----------------------------------------------------------------------------------------------
+
+    def drain(self, timeout_s: float | None = None, *, grace_s: float = 0.0) -> None:
+        """Begins to leave: from now on no new rooms are taken, those that are open end as usual. Returns at once.
+
+        Everyone who looks sees it first: `/readyz`, the registry, and with it gateways. A room that the other side has
+        opened here already is not new. Once `is_drained`, `close` finds nothing open. May be called again, to hurry.
+
+        Args:
+            timeout_s: after how long rooms that are still open are aborted, in seconds; None leaves that to their own
+                deadlines.
+            grace_s: for how long new rooms are still taken, of requests that were sent here before anybody could see
+                that this endpoint drains, in seconds. Infinite for an engine that refuses new requests by itself and
+                opens rooms for all that it has accepted: none is waited for then.
+
+        Raises:
+            UsageError: if a time is negative, or the process was forked from the endpoint's.
+        """
+        self._check_process()
+        if not grace_s >= 0 or (timeout_s is not None and not timeout_s >= 0):
+            raise UsageError(f"timeout_s is {timeout_s} and grace_s {grace_s}: neither may be negative")
+        is_first = self._draining.begin(grace_s=grace_s, timeout_s=timeout_s)
+        if is_first:
+            log.info(
+                "%s rank %d of %r drains: %d rooms are open", self._side.value, self.engine_rank, self.engine,
+                self.open_rooms,
+            )  # fmt: skip
+        self._go_on_draining()
+
+    def _drain_by_order(self) -> None:
+        """Drains as the settings say, for an operator who says so at the registry or at the observe server."""
+        self.drain(self.settings.drain_timeout_s, grace_s=self.settings.drain_grace_s)
+
+    @property
+    @abstractmethod
+    def _draining(self) -> Draining:
+        """How far a drain is."""
+
+    @abstractmethod
+    def _go_on_draining(self) -> None:
+        """Does at once what else a drain takes. Returns soon."""
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether `drain` was called, or an operator has said so."""
+        return self._draining.has_begun
+
+    @property
+    @abstractmethod
+    def is_drained(self) -> bool:
+        """Whether it drains, takes no new rooms and nothing is open any more, on this rank or of what peers wait for.
+
+        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
+        """
+
+    def wait_drained(self, timeout_s: float | None = None) -> bool:
+        """Waits until the endpoint has drained, for scripts.
+
+        Args:
+            timeout_s: the longest wait, in seconds.
+
+        Returns:
+            Whether it has.
+        """
+        deadline = inf if timeout_s is None else self._platform.now() + timeout_s
+        self._platform.wait_until(lambda: self.is_drained, deadline)
+        return self.is_drained
+
+    @property
+    def not_ready(self) -> str:
+        """Why the endpoint takes no new rooms, in a sentence; empty if it does. `/readyz` says so."""
+        if self._is_closing:
+            return f"this {self._side.value} endpoint is closed"
+        if self.is_draining:
+            return f"{self._side.value} engine {self.engine!r} is draining: new requests are for other engines"
+        return self._not_found
+
+    @property
+    def _not_found(self) -> str:
+        """Why peers cannot find the endpoint, in a sentence; empty if they can, or nobody needs to."""
+        return ""
+
     @abstractmethod
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
@@ -149,6 +240,8 @@ class Endpoint(ABC):
         problem: str = "",
         address: str = "",
         quarantine: Sequence[LostPeerStatus] = (),
+        pending_rooms: int = 0,
+        bytes_in_flight: int = 0,
     ) -> EndpointStatus:
         """Builds the status; its problem is empty if nothing is wrong with the endpoint."""
         oldest = sorted(rooms, key=lambda room: -room.age_s)
@@ -175,6 +268,10 @@ class Endpoint(ABC):
             quarantine=tuple(quarantine),
             fingerprint=dict(self.fingerprint),
             threads=self.health,
+            not_ready=self.not_ready,
+            is_draining=self.is_draining,
+            is_drained=self.is_drained,
+            load=load_of(self._side, rooms, pending_rooms=pending_rooms, bytes_in_flight=bytes_in_flight),
         )
 
     def _check_process(self) -> None:
@@ -210,6 +307,7 @@ class Endpoint(ABC):
         """
         if not self._owning_process.is_this:
             return
+        self._is_closing = True
         with self._closers:
             for holds, until in self._closing():
                 self._platform.wait_until(holds, until)

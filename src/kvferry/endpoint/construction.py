@@ -11,6 +11,7 @@ from typing import SupportsIndex
 from kvferry.addresses import with_found_address
 from kvferry.errors import (
     EndpointClosedError,
+    EndpointDrainingError,
     QueueFullError,
     RoomExistsError,
     TransportUnavailableError,
@@ -56,7 +57,15 @@ def deadlines(settings: Settings) -> Deadlines:
     )
 
 
-def check_may_open(room: int, open_rooms: Collection[int], *, most: int, who: str, is_closed: bool) -> None:
+def check_may_open(
+    room: int,
+    open_rooms: Collection[int],
+    *,
+    most: int,
+    who: str,
+    is_closed: bool,
+    refusal: EndpointDrainingError | None = None,
+) -> None:
     """Raises unless a room may be opened.
 
     Args:
@@ -64,14 +73,18 @@ def check_may_open(room: int, open_rooms: Collection[int], *, most: int, who: st
         most: how many may be.
         who: the rank, as it stands in a message.
         is_closed: whether the endpoint was closed.
+        refusal: why it is not taken, where the endpoint drains.
 
     Raises:
         EndpointClosedError: if it was.
+        EndpointDrainingError: if there is a refusal.
         RoomExistsError: if the room is open.
         QueueFullError: if no other one may be.
     """
     if is_closed:
         raise EndpointClosedError(f"room {room}: the endpoint is closed")
+    if refusal is not None:
+        raise refusal
     if room in open_rooms:
         raise RoomExistsError(f"room {room} is already open on {who}")
     if len(open_rooms) >= most:

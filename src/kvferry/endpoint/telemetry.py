@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvferry.control.construction import credentials_of
 from kvferry.errors import ConfigurationError
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several
@@ -26,9 +27,24 @@ class EndpointTelemetry:
     """
 
     def __init__(
-        self, side: Side, engine: str, rank: int, settings: Settings, status: Callable[[], EndpointStatus]
+        self,
+        side: Side,
+        engine: str,
+        rank: int,
+        settings: Settings,
+        *,
+        status: Callable[[], EndpointStatus],
+        drain: Callable[[], None],
     ) -> None:
         """Prepares what the settings ask for; `start` serves it.
+
+        Args:
+            side: which of the two the endpoint is.
+            engine: its engine's name.
+            rank: which of its ranks.
+            settings: what it was made with.
+            status: where it stands now.
+            drain: drains it, for an operator who may.
 
         Raises:
             ConfigurationError: if spans are asked for, and OpenTelemetry is not installed.
@@ -47,7 +63,9 @@ class EndpointTelemetry:
             metrics, recorder = Metrics(status), Recorder()
             observers += (metrics, recorder)
             port = settings.observe_port + rank if settings.observe_port else 0
-            self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status)
+            credentials = credentials_of(settings)
+            token = None if credentials is None else credentials.observe_token
+            self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status, drain, token)
         self.observer: Observer = Several(*observers)
 
     def start(self) -> None:

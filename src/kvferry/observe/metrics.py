@@ -230,6 +230,8 @@ class _Standing(Collector):
         info.add_metric([], {**known, "version": status.version})
         yield info
         yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_healthy))
+        yield _gauge("ready", "Whether it takes new rooms, as /readyz says.", float(not status.not_ready))
+        yield _gauge("draining", "Whether it is about to leave.", float(status.is_draining))
         failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
         failures.add_metric([], sum(thread.failures for thread in status.threads))
         yield failures
@@ -238,6 +240,24 @@ class _Standing(Collector):
             rooms.add_metric([state.value], status.states.get(state.value, 0))
         yield rooms
         yield _gauge("oldest_room_seconds", "How long the oldest room has been open.", status.oldest_room_s)
+        load = status.load
+        yield _gauge("open_rooms", "Rooms whose transfers have not ended.", load.open_rooms)
+        yield _gauge("waiting_rooms", "Of them, those that wait for the other side, or for pages.", load.waiting_rooms)
+        yield _gauge(
+            "pending_rooms",
+            "Rooms that decode ranks have opened and the engine has not: a prefill engine's queue.",
+            load.pending_rooms,
+        )
+        yield _gauge(
+            "bytes_in_flight",
+            "Bytes of direct writes on their way, and of staged ones that nobody has taken from rings.",
+            load.bytes_in_flight,
+        )
+        yield _gauge(
+            "outstanding_exports",
+            "Rooms with pages that no decode rank has come for: what a prefill engine keeps for others.",
+            load.outstanding_exports,
+        )
         peers = GaugeMetricFamily("kvferry_peers", "Peers on the other side.", labels=["state"])
         ready = sum(peer.is_ready for peer in status.peers)
         silent = status.silent_peers

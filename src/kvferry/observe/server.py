@@ -1,8 +1,9 @@
-"""Serves one endpoint's metrics, status, health and traces over HTTP, read-only."""
+"""Serves one endpoint's metrics, status, health, probes and traces over HTTP, and lets whoever may drain it."""
 
 from __future__ import annotations
 
 import errno
+import hmac
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,11 @@ from kvferry.errors import ObserveError, SettingsError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus
 from kvferry.observe.tracing import Recorder, Window
+from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp
 
 LONGEST_WINDOW_S = 60.0
@@ -25,7 +29,10 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class ObserveServer(HttpServer):
-    """Serves `/metrics`, `/status`, `/health` and `/trace?seconds=5`."""
+    """Serves `/metrics`, `/status`, `/health`, `/trace?seconds=5`, `/livez` and `/readyz`, and takes `POST /drain`.
+
+    All but the last only read. Whoever drains needs the token; without one only this machine may.
+    """
 
     title = "the metrics' server"
     thread_name = "kvferry-observe"
@@ -34,7 +41,14 @@ class ObserveServer(HttpServer):
     failed = ObserveError
 
     def __init__(
-        self, host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
+        self,
+        host: str,
+        port: int,
+        metrics: Metrics,
+        recorder: Recorder,
+        status: Callable[[], EndpointStatus],
+        drain: Callable[[], None],
+        token: str | None,
     ) -> None:
         """Takes what is served and where; `start` binds the port.
 
@@ -42,6 +56,8 @@ class ObserveServer(HttpServer):
             metrics: the endpoint's.
             recorder: the endpoint's.
             status: where the endpoint stands now.
+            drain: drains the endpoint.
+            token: what whoever asks for that must carry; None lets this machine's processes.
 
         Raises:
             SettingsError: if a value is impossible.
@@ -50,12 +66,13 @@ class ObserveServer(HttpServer):
         self._metrics = metrics
         self._recorder = recorder
         self._status = status
+        self._drain = drain
+        self._token = token
 
     def app(self) -> ASGIApp:
         """Returns the routes."""
         # Imported late: most processes need no web server.
         from starlette.applications import Starlette
-        from starlette.requests import Request
         from starlette.responses import Response
         from starlette.routing import Route
 
@@ -85,14 +102,64 @@ class ObserveServer(HttpServer):
             window = Window(found.side, found.engine, found.rank, found.endpoint, *recorded)
             return Response(msgspec.json.encode(window), media_type="application/json")
 
+        def livez(_: Request) -> Response:
+            dead = [thread.name for thread in self._status().threads if not thread.is_alive]
+            return _probed(f"threads of this endpoint have ended: {', '.join(dead)}" if dead else "")
+
+        def readyz(_: Request) -> Response:
+            return _probed(self._status().not_ready)
+
+        def drain(request: Request) -> Response:
+            problem = self._why_not_let_in(request)
+            if problem is not None:
+                return problem
+            self._drain()
+            return Response(msgspec.json.encode(self._status()), 202, media_type="application/json")
+
         routes = {"/metrics": metrics, "/status": status, "/health": health, "/trace": trace}
-        return Starlette(routes=[Route(path, endpoint) for path, endpoint in routes.items()])
+        probes = {"/livez": livez, "/readyz": readyz}
+        reads = [Route(path, endpoint) for path, endpoint in {**routes, **probes}.items()]
+        return Starlette(routes=[*reads, Route("/drain", drain, methods=["POST"])])
+
+    def _why_not_let_in(self, request: Request) -> Response | None:
+        """Returns the answer for somebody who may not drain the endpoint."""
+        from starlette.responses import Response
+
+        if self._token is None:
+            if request.client is not None and is_loopback(request.client.host):
+                return None
+            return Response(
+                "this endpoint has no secret (KVFERRY_SECRET_FILE, KVFERRY_SECRET): only processes of its machine may "
+                "drain it",
+                403,
+            )
+        given = request.headers.get("authorization", "")
+        if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+            return None
+        return Response(
+            "only those who know this endpoint's secret may drain it (KVFERRY_SECRET_FILE, KVFERRY_SECRET)",
+            401,
+            {"www-authenticate": "Bearer"},
+        )
+
+
+def _probed(problem: str) -> Response:
+    """Returns a probe's answer: 200, or 503 with what is wrong."""
+    from starlette.responses import Response
+
+    return Response(f"{problem or 'ok'}\n", 503 if problem else 200)
 
 
 def serve(
-    host: str, port: int, metrics: Metrics, recorder: Recorder, status: Callable[[], EndpointStatus]
+    host: str,
+    port: int,
+    metrics: Metrics,
+    recorder: Recorder,
+    status: Callable[[], EndpointStatus],
+    drain: Callable[[], None],
+    token: str | None,
 ) -> ObserveServer:
-    """Serves on the first port that is free, from the given one on; 0 takes any free one.
+    """Serves on the first port that is free, from the given one on; 0 takes any free one. Arguments as above.
 
     Raises:
         SettingsError: if there is none, or the host is not this machine's.
@@ -100,7 +167,7 @@ def serve(
     """
     last = min(port + PORTS, 65536) - 1 if port else port
     for each in range(port, last + 1):
-        server = ObserveServer(host, each, metrics, recorder, status)
+        server = ObserveServer(host, each, metrics, recorder, status, drain, token)
         try:
             server.start()
         except SettingsError as error:

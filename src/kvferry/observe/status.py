@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum
 
 import msgspec
+
+from kvferry.protocol.transfer.states import TransferState
 
 MOST_ROOMS = 500
 """Largest number of rooms in a status: those that have been open longest."""
@@ -113,6 +116,45 @@ class ThreadStatus(msgspec.Struct, frozen=True, kw_only=True):
     last_failure: str
 
 
+class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """How much an endpoint has to do: what an autoscaler goes by.
+
+    Attributes:
+        open_rooms: rooms whose transfers have not ended.
+        waiting_rooms: those of them that wait for the other side, or for pages: nothing of them moves.
+        pending_rooms: on the prefill side, rooms that decode ranks have opened and the engine has not: its queue.
+        bytes_in_flight: on the prefill side, bytes that are on their way, or lie in rings where nobody has taken them.
+        outstanding_exports: on the prefill side, rooms with pages that no decode rank has come for.
+    """
+
+    open_rooms: int = 0
+    waiting_rooms: int = 0
+    pending_rooms: int = 0
+    bytes_in_flight: int = 0
+    outstanding_exports: int = 0
+
+
+def load_of(side: Side, rooms: Sequence[RoomStatus], *, pending_rooms: int, bytes_in_flight: int) -> LoadStatus:
+    """Counts what an endpoint has to do.
+
+    Args:
+        side: which of the two it is.
+        rooms: all that it has.
+        pending_rooms: as in `LoadStatus`; likewise the bytes.
+    """
+    unopened = [room for room in rooms if room.state == TransferState.BOOTSTRAPPING.value]
+    idle = [room for room in rooms if room.state == TransferState.WAITING_FOR_INPUT.value]
+    moving = [room for room in rooms if room.state == TransferState.TRANSFERRING.value]
+    is_prefill = side is Side.PREFILL
+    return LoadStatus(
+        open_rooms=len(unopened) + len(idle) + len(moving),
+        waiting_rooms=len(unopened) + len(idle),
+        pending_rooms=pending_rooms,
+        bytes_in_flight=bytes_in_flight,
+        outstanding_exports=sum(room.chunks > 0 for room in unopened) if is_prefill else 0,
+    )
+
+
 class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of an endpoint.
 
@@ -139,6 +181,10 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
         quarantine: prefill ranks that were lost and may still write, on the decode side.
         fingerprint: what its caches are beyond their layout; peers that say something else are refused.
         address: that decode ranks are told to connect to; empty on the decode side, to which nobody connects.
+        not_ready: why it takes no new rooms; empty if it does.
+        is_draining: whether it is about to leave.
+        is_drained: whether nothing is open any more, besides.
+        load: how much it has to do.
     """
 
     side: Side
@@ -163,6 +209,10 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     quarantine: tuple[LostPeerStatus, ...] = ()
     fingerprint: dict[str, str] = {}
     address: str = ""
+    not_ready: str = ""
+    is_draining: bool = False
+    is_drained: bool = False
+    load: LoadStatus = LoadStatus()
 
     @property
     def has_all_threads(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from examples.tiny_model import write
 from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
+from tests.support.waiting import eventually
+
+from kvferry.applications.up.dialects import SglangDialect
+from kvferry.applications.up.servers import Server
+from kvferry.protocol.wire.registrations import RankRegistration
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
@@ -114,6 +120,35 @@ def test_curl_streams_several_choices(deployment: Deployment, expected: list[str
         said = [choice["text"] for event in events for choice in event["choices"] if choice["index"] == index]
         assert " ".join("".join(said).split()) == expected[2]
     assert used["usage"]["completion_tokens"] == 2 * TOKENS
+
+
+def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(
+    deployment: Deployment, expected: list[str]
+):
+    """A decode server comes for a cache after the SIGTERM. Meanwhile everyone sees that the engine drains."""
+    prefill, decode = deployment.server("prefill-0"), deployment.server("decode-0")
+    body: dict[str, Any] = {"prompt": " ".join(f"w{token}" for token in GIVEN[1]), "max_tokens": TOKENS}
+    body |= {"temperature": 0, "ignore_eos": True, "model": deployment.model}
+    port = httpx.get(f"{prefill['url']}/server_info").json()["disaggregation_bootstrap_port"]
+    asked, kept = SglangDialect().asked(body, Server(prefill["url"], "prefill-0", port))
+    with ThreadPoolExecutor(1) as caller:
+        computed = caller.submit(deployment.post, prefill["url"], **asked)
+        with deployment.registry_of("prefill-0") as registry:
+
+            def ranks() -> list[RankRegistration]:
+                return [each for view in registry.engines() for each in view.registrations]
+
+            (first,) = ranks()
+            with deployment.terminated("prefill-0"):
+                eventually("the registry says so", lambda: ranks()[0].draining)
+                eventually("its rank waits for somebody", lambda: ranks()[0].open_rooms == 1)
+                told = deployment.post(decode["url"], **kept)
+                assert told.status_code == 200, told.text
+                assert texts(told.json()) == [expected[1]]
+                assert computed.result().status_code == 200
+            eventually("its successor is there", lambda: [each.incarnation for each in ranks()] != [first.incarnation])
+            assert not any(each.draining for each in ranks())
+    assert texts(answered(deployment, GIVEN[1])) == [expected[1]]
 
 
 def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):

@@ -10,12 +10,13 @@ import pytest
 from examples.tiny_model import write
 from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.vllm.engine import ENVIRONMENT
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),
-    *("--kv-cache-memory-bytes", str(64 << 20)),
+    *("--kv-cache-memory-bytes", str(64 << 20), "--shutdown-timeout", "60"),
 )
 UP_OPTIONS = ("--prefill", "2", "--decode", "1", "--decode-options", "--served-model-name '{model}' tiny")
 
@@ -76,6 +77,25 @@ def test_a_prefill_server_that_is_killed_costs_a_retry_and_comes_back(deployment
     deployment.kill_and_compare("prefill-0", prompt, deployment.ask(prompt).json()["choices"][0]["text"])
     logs = {log.stem for log in deployment.logs.glob("*.log")}
     assert logs >= {"registry", "prefill-0", "prefill-1", "decode-0", "front"}
+
+
+def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(deployment: Deployment):
+    """A decode server comes for a cache after the SIGTERM. Meanwhile everyone sees that the engine drains."""
+    prompt = "w9 w8 w7 w6 " * 30
+    expected = deployment.ask(prompt).json()["choices"][0]["text"]
+    prefill, decode = deployment.server("prefill-1")["url"], deployment.server("decode-0")["url"]
+    asked = deployment.post(prefill, prompt=prompt, max_tokens=1, kv_transfer_params={"do_remote_decode": True})
+    answer = asked.json()["kv_transfer_params"]
+    before = received(deployment)
+    with deployment.registry_of("prefill-1") as registry, deployment.terminated("prefill-1") as process:
+        eventually("the registry says so", lambda: registry.engine("prefill-1").draining)
+        assert not registry.engine("prefill-1").registrations[0].drained
+        assert process.is_running()
+        told = deployment.post(decode, prompt=prompt, max_tokens=4, temperature=0, kv_transfer_params=answer)
+        assert told.status_code == 200, told.text
+        assert told.json()["choices"][0]["text"] == expected
+        assert received(deployment) - before == 1
+    assert deployment.ask(prompt).json()["choices"][0]["text"] == expected
 
 
 def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):

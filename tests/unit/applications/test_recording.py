@@ -38,7 +38,7 @@ def said(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_a_refusal_is_told_with_its_reason(said: Callable[[str], str]):
-    server = serve("127.0.0.1", 0, Metrics(lambda: WELL), Busy(), lambda: WELL)
+    server = serve("127.0.0.1", 0, Metrics(lambda: WELL), Busy(), lambda: WELL, lambda: None, None)
     try:
         assert "refuses: somebody else records: try again when that is over (409)" in said(server.url)
     finally:

@@ -11,6 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -89,9 +90,7 @@ def test_two_with_the_same_secret_talk(listen, connect):
     assert decode.receive() == [b"answer"]
 
 
-OTHER_CLIENT_KEY = Credentials(
-    registry_token=FRIENDS.registry_token, listening=FRIENDS.listening, connecting=STRANGERS.connecting
-)
+OTHER_CLIENT_KEY = replace(FRIENDS, connecting=STRANGERS.connecting)
 """Of somebody who learned the listening side's public key, and has no key of ours."""
 
 
@@ -134,7 +133,7 @@ def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
 
 
 def test_credentials_with_a_wrong_key_of_ours_do_not_even_start(context):
-    broken = Credentials(registry_token="", listening=KeyPair(b"x", b"x"), connecting=FRIENDS.connecting)
+    broken = replace(FRIENDS, listening=KeyPair(b"x", b"x"))
     with pytest.raises((ValueError, zmq.ZMQError)):
         ListeningChannel(context, host="127.0.0.1", port=0, credentials=broken)
     context.destroy(linger=0)

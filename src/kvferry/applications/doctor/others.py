@@ -57,7 +57,11 @@ def registry(settings: Settings) -> Iterator[Finding]:
     yield from found
     for engine in engines:
         ranks = f"{len(engine.registrations)} of {engine.world_size} ranks"
-        if engine.complete:
+        if engine.draining:
+            left = sum(each.open_rooms for each in engine.registrations)
+            what = f"engine {engine.engine!r}: {ranks}, draining: {left} rooms are open"
+            yield warning("registry", what, "new requests are for other engines; it leaves when nothing is open")
+        elif engine.complete:
             yield good("registry", f"engine {engine.engine!r}: {ranks}")
         else:
             yield warning("registry", f"engine {engine.engine!r}: {ranks}", "start the others; look at their logs")
@@ -117,6 +121,9 @@ def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
         f"{status.process}, since {clock_time(status.up_s)}, {rooms} rooms, {len(status.peers)} peers"
         + (f", at {status.address}" if status.address else ""),
     )
+    if status.is_draining:
+        what = f"{sample.address} is draining: {status.load.open_rooms} rooms are open"
+        yield warning("endpoints", what, "new requests are for other engines; it leaves when nothing is open")
     if status.version != __version__:
         yield warning("endpoints", f"{sample.address} runs {status.version}, this is {__version__}", "run the same")
 

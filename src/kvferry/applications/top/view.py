@@ -137,6 +137,8 @@ def _endpoints(samples: Sequence[Sample], found: Rates) -> Table:
 def _health(status: EndpointStatus) -> Text:
     if not status.is_healthy:
         return Text("not well", style="red")
+    if status.is_draining:
+        return Text("drained" if status.is_drained else "draining", style="yellow")
     if status.silent_peers:
         return Text("missing peers", style="yellow")
     return Text("well", style="green")

@@ -214,6 +214,7 @@ class DecodeDriver(Loop):
         self._links.tick(now)
         self.context.settling.look()
         self.rooms.look_at_deadlines(now)
+        self.rooms.drain()
         self._links.release_settled_ranks(now)
         if now >= self._next_ping_at:
             self._next_ping_at = now + self.context.settings.heartbeat_interval_s

@@ -10,6 +10,7 @@ from kvferry.control.registry import Registry
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Receiver
 from kvferry.layout import RankCoordinates, RankLayout
@@ -118,6 +119,7 @@ class DecodeEndpoint(Endpoint):
             UsageError: if the room's number is out of range, share_tokens is needed and None, a digest is impossible,
                 or the process was forked from the endpoint's.
             SettingsError: if no engine can have that name.
+            EndpointDrainingError: if the endpoint drains.
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()
@@ -189,6 +191,21 @@ class DecodeEndpoint(Endpoint):
             staging=self._driver.staging,
             quarantine=rooms.quarantine(now),
         )
+
+    @property
+    def _draining(self) -> Draining:
+        return self._driver.rooms.draining
+
+    def _go_on_draining(self) -> None:
+        self._driver.rooms.drain()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, takes no new rooms, and nothing is open or may still be written to.
+
+        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
+        """
+        return self._driver.rooms.is_drained
 
     def _closing(self) -> Closing:
         if self._has_closed:

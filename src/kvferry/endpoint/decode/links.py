@@ -216,6 +216,12 @@ class Links:
             self._watch()
         else:
             self._missed.found(link.key.engine)
+            if view is not None and any(each.draining for each in view.group(link.key.dp_rank)):
+                log.warning(
+                    "prefill engine %r is draining: it still serves requests that were sent there before, and others "
+                    "fail; ask another engine",
+                    link.key.engine,
+                )
             if view is not None and not link.is_given_up:
                 self._greet(link, view.registrations, now)
 

@@ -17,6 +17,7 @@ from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_not_ready
 from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError, UnknownRoomError
@@ -58,6 +59,7 @@ class ReceivingRooms:
         refusals: of rooms that will not be opened.
         arrivals: what comes for rooms.
         is_closed: whether no more are opened.
+        draining: whether new ones are taken.
         last_news_at: when anything last happened in a room.
     """
 
@@ -68,6 +70,7 @@ class ReceivingRooms:
         # Guards that rooms are opened one at a time, and none behind the close.
         self._lock = threading.Lock()
         self.is_closed = False
+        self.draining = Draining(f"decode engine {context.identity.engine!r}", context.platform.now)
         self.links = Links(context, self.apply)
         self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
@@ -114,6 +117,7 @@ class ReceivingRooms:
                 most=self._context.settings.max_rooms,
                 who=f"decode rank {identity.coordinates.engine_rank}",
                 is_closed=self.is_closed,
+                refusal=None if self.draining.takes_rooms else self.draining.refusal(room.room),
             )
             self.open[room.room] = room
             room.trace = self._context.observer.begin_receiving(room.room)
@@ -139,6 +143,18 @@ class ReceivingRooms:
         with self._lock:
             if not self.is_closed:
                 self._context.submit(partial(self._refuse, room, key, reason))
+
+    def drain(self) -> None:
+        """Aborts the rooms that have had their time, where the endpoint drains. May be called again."""
+        if self.draining.is_overdue:
+            for room in list(self.open.values()):
+                if not room.machine.state.is_final:
+                    room.receiver.abort(self.draining.overdue)
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the endpoint drains, takes no new rooms, and nothing is open or may still be written to."""
+        return self.draining.awaits_none and not self.open
 
     def close(self) -> None:
         """Aborts all rooms and opens no more. May be called again."""

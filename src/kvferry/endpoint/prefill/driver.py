@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
@@ -72,6 +73,7 @@ class PrefillDriver(Loop):
         platform: Platform,
         observer: Observer,
         registry_url: str,
+        tell_drain: Callable[[int, bool], None],
     ) -> None:
         """Registers the memory, listens for decode ranks and starts the threads.
 
@@ -80,6 +82,7 @@ class PrefillDriver(Loop):
             platform: the machine.
             observer: is told what happens.
             registry_url: where decode ranks find this one.
+            tell_drain: called while the endpoint drains, with how many rooms are open and whether it has drained.
 
         Raises:
             SettingsError: if the port is taken, or a setting is impossible.
@@ -93,6 +96,7 @@ class PrefillDriver(Loop):
         self._platform = platform
         self._observer = observer
         self._now = platform.now
+        self._tell_drain = tell_drain
         self._welcome = messages.Welcome(
             endpoint=identity.endpoint,
             engine=identity.engine,
@@ -181,6 +185,11 @@ class PrefillDriver(Loop):
             waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()),
         )
 
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that were posted, or wait in rings, and that decode ranks do not have yet."""
+        return self.admission.num_bytes + self.staging.used_bytes
+
     def send(self, receiver: str, message: field_types.Message) -> None:
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
@@ -195,6 +204,13 @@ class PrefillDriver(Loop):
         if isinstance(error, PeerDisconnectedError):
             self._failed_writes.append((attachment, error))
             self.wake()
+
+    # ---- draining -----------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Goes on with a drain that has begun, and tells how far it is. From any thread; returns at once."""
+        self.rooms.drain()
+        self._tell_drain(self.rooms.num_known, self.rooms.is_drained)
 
     # ---- closing ------------------------------------------------------------------------------------------------
 
@@ -271,7 +287,8 @@ class PrefillDriver(Loop):
         """Returns how long the control thread may wait, unless a message or `wake` ends that."""
         if self._is_closing_down or self._now() < self._connecting_until:
             return _CONNECTING_MS
-        return _IDLE_MS if self.rooms.table.is_quiet else _ROOMS_OPEN_MS
+        is_quiet = self.rooms.table.is_quiet and not self.rooms.draining.has_begun
+        return _IDLE_MS if is_quiet else _ROOMS_OPEN_MS
 
     def _flush(self) -> None:
         while self._outbox:
@@ -390,6 +407,8 @@ class PrefillDriver(Loop):
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
         self.rooms.look(now)
+        if self.rooms.draining.has_begun:
+            self.drain()
         late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
         for peer in self.ranks.peers():
             peer.last_message_at = min(now, peer.last_message_at + late_s)

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
@@ -84,13 +85,15 @@ class PrefillEndpoint(Endpoint):
                 platform=self._platform,
                 observer=self._telemetry.observer,
                 registry_url=self.registry_url,
+                tell_drain=self._tell_drain,
             )
             undo.pop_all()
             undo.callback(self.close)
             self.control_address = self._driver.control_address
             log.info("prefill rank %d of %r: decode ranks are told %s", self.engine_rank, engine, self.control_address)
             self._telemetry.start()
-            self._registration.announce(self._identity, self.control_address)  # last: whoever finds it is served
+            # Last: whoever finds it is served.
+            self._registration.announce(self._identity, self.control_address, self._drain_by_order)
             undo.pop_all()
 
     def wait_registered(self, timeout_s: float) -> bool:
@@ -112,7 +115,35 @@ class PrefillEndpoint(Endpoint):
             rooms=[room.status(now) for room in self._driver.rooms.all()],
             peers=[peer.status(now) for peer in self._driver.ranks.peers()],
             staging=self._driver.staging,
+            pending_rooms=self._driver.rooms.table.num_pending,
+            bytes_in_flight=self._driver.bytes_in_flight,
         )
+
+    @property
+    def _draining(self) -> Draining:
+        return self._driver.rooms.draining
+
+    def _go_on_draining(self) -> None:
+        self._driver.drain()
+        self._driver.wake()
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it drains, takes no new rooms and nothing is open any more, on this rank or of what peers wait for.
+
+        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
+        """
+        return self._driver.rooms.is_drained
+
+    def _tell_drain(self, open_rooms: int, is_drained: bool) -> None:
+        self._registration.drain(open_rooms, is_drained=is_drained)
+
+    @property
+    def _not_found(self) -> str:
+        if self._registration.is_registered:
+            return ""
+        error = self._registration.error
+        return f"not registered: {error or 'the registry has not answered yet'}"
 
     def open(
         self,
@@ -143,6 +174,7 @@ class PrefillEndpoint(Endpoint):
             UsageError: if the number is out of range, tokens or share_tokens is needed and None, a digest is
                 impossible, or the process was forked from the endpoint's.
             PageError: if the layout gives this rank another number of tokens than share_tokens.
+            EndpointDrainingError: if the endpoint drains, and no decode rank has opened the room here.
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()

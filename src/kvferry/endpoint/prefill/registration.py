@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+
+from msgspec import structs
 
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
@@ -11,6 +14,9 @@ from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 
 log = logging.getLogger(__name__)
+
+_COUNT_S = 0.5
+"""How often the registry hears how many rooms are open, while the rank drains."""
 
 
 class Registration:
@@ -29,6 +35,8 @@ class Registration:
         self._platform = platform
         self._server = platform.serve_registry(settings) if hosts_registry else None
         self._lease: LeaseKeeper | None = None
+        self._rank: RankRegistration | None = None  # what is registered
+        self._told_at = 0.0  # when it was last changed
         self.registry_url = self._server.url if self._server is not None else settings.registry_address
         try:
             self._client = platform.registry(settings, self.registry_url)
@@ -37,9 +45,15 @@ class Registration:
                 self._server.close()
             raise
 
-    def announce(self, identity: Identity, control_address: str) -> None:
-        """Registers the rank, as soon as the registry can be reached, and keeps it registered."""
-        rank = RankRegistration(
+    def announce(self, identity: Identity, control_address: str, on_drain: Callable[[], None]) -> None:
+        """Registers the rank, as soon as the registry can be reached, and keeps it registered.
+
+        Args:
+            identity: who it is.
+            control_address: where decode ranks reach it.
+            on_drain: called when an operator has told it to drain.
+        """
+        self._rank = rank = RankRegistration(
             engine=identity.engine,
             incarnation=identity.endpoint,
             coordinates=identity.coordinates,
@@ -52,12 +66,28 @@ class Registration:
         def report(error: Exception) -> None:
             log.error("prefill rank %d of %r is not registered: %s", rank.coordinates.engine_rank, rank.engine, error)
 
-        self._lease = self._platform.keep_registered(self._client, rank, report)
+        self._lease = self._platform.keep_registered(self._client, rank, report, on_drain)
+
+    def drain(self, open_rooms: int, *, is_drained: bool) -> None:
+        """Has the registry show that the rank drains, and how far it is. May be called often."""
+        if self._rank is None or self._lease is None:
+            return
+        now = self._platform.now()
+        changed = structs.replace(self._rank, draining=True, drained=is_drained, open_rooms=open_rooms)
+        is_news = (changed.draining, changed.drained) != (self._rank.draining, self._rank.drained)
+        if is_news or (changed != self._rank and now >= self._told_at + _COUNT_S):
+            self._rank, self._told_at = changed, now
+            self._lease.update(changed)
 
     def wait(self, timeout_s: float) -> bool:
         """Waits until the rank is registered; False if it is not after timeout_s."""
         assert self._lease is not None
         return self._lease.registered.wait(timeout_s)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the registry holds a lease of the rank, as far as is known."""
+        return self._lease is not None and self._lease.registered.is_set()
 
     @property
     def error(self) -> Exception | None:

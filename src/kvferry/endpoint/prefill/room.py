@@ -166,6 +166,11 @@ class SendingRoom(Actor):
         )
 
     @property
+    def has_ended(self) -> bool:
+        """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
+        return self._machine.state.is_final
+
+    @property
     def waits_for_memory(self) -> bool:
         """Whether a sub-chunk waits for staging memory. May be read from any thread."""
         return any(receiver.staged.is_waiting for receiver in list(self._receivers.values()))

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from math import inf
 
 from kvferry.endpoint.construction import check_may_open, deadlines
+from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
@@ -19,6 +21,7 @@ from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (
     EndpointClosedError,
+    EndpointDrainingError,
     KVFerryError,
     PeerDisconnectedError,
     TransferAbortedError,
@@ -40,6 +43,7 @@ class SendingRooms:
 
     Attributes:
         table: those that are open, and what waits for others.
+        draining: whether new ones are taken.
     """
 
     def __init__(self, context: PrefillContext, ranks: DecodeRanks, workers: WorkerPool, unasked: UnaskedRooms) -> None:
@@ -61,6 +65,8 @@ class SendingRooms:
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
+        self._last_ended_at = -inf
+        self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
         self._timers: Timers[SendingRoom] = Timers()
         self.table: RoomTable[SendingRoom] = RoomTable(
@@ -70,6 +76,12 @@ class SendingRooms:
         )
 
     # ---- for callers --------------------------------------------------------------------------------------------
+
+    @property
+    def num_known(self) -> int:
+        """Number of those, and of rooms that decode ranks have opened and our caller has not."""
+        with self._lock:
+            return len(self.table.rooms) + self.table.num_pending
 
     def __len__(self) -> int:
         """Number of rooms that have not ended, or still have writes in flight."""
@@ -107,6 +119,7 @@ class SendingRooms:
                 most=self._settings.max_rooms,
                 who=f"prefill rank {self._context.engine_rank}",
                 is_closed=self._is_closed,
+                refusal=self._refusal(room),
             )
             opened = SendingRoom(
                 machine,
@@ -142,6 +155,38 @@ class SendingRooms:
             refused = [] if self._is_closed else self.table.refuse(room, error, self._now())
         for receiver, message in refused:
             self._fail(receiver, message, error)
+
+    def _refusal(self, room: int) -> EndpointDrainingError | None:
+        """Returns why a room is not taken while the endpoint drains; None if it is. Must be called with the lock.
+
+        One that a decode rank has opened here is: the request was routed before.
+        """
+        if self.draining.takes_rooms or self.table.is_asked_for(room):
+            return None
+        return self.draining.refusal(room)
+
+    def drain(self) -> None:
+        """Refuses new rooms if the drain is so far, and ends those that have had their time. May be called again."""
+        with self._lock:
+            if not self.draining.takes_rooms:
+                self.table.takes_no_more(self.draining.refusal)
+            rooms = list(self.table.rooms.values()) if self.draining.is_overdue else []
+            pending = self.table.give_up_pending() if self.draining.is_overdue else []
+        for room in rooms:
+            if not room.has_ended:
+                room.post(AbortRequested(self.draining.overdue))
+        for receiver, message in pending:
+            self._fail(receiver, message, TransferAbortedError(self.draining.overdue))
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether the endpoint drains, takes no new rooms, and nothing is open that decode ranks or our caller know.
+
+        Nor was anything just now: what was sent of the last room must have arrived before the close message may.
+        """
+        with self._lock:
+            has_arrived = self._now() - self._last_ended_at >= self._settings.quarantine_s
+            return self.draining.awaits_none and self.table.is_quiet and has_arrived
 
     def close(self) -> None:
         """Aborts all rooms and refuses new ones. May be called again."""
@@ -216,6 +261,7 @@ class SendingRooms:
     def _forget(self, room: SendingRoom) -> None:
         """Drops a room that is done."""
         with self._lock:
+            self._last_ended_at = self._now()
             self.table.remove(room, self._now())
 
     # ---- for the control thread ---------------------------------------------------------------------------------

@@ -146,9 +146,13 @@ class Platform(ABC):
 
     @abstractmethod
     def keep_registered(
-        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self,
+        registry: Registry,
+        registration: RankRegistration,
+        on_problem: Callable[[Exception], None],
+        on_drain: Callable[[], None],
     ) -> LeaseKeeper:
-        """Registers a rank, and keeps it registered until the keeper is closed."""
+        """Registers a rank, and keeps it registered until the keeper is closed; the callables as of `LeaseKeeper`."""
 
     @abstractmethod
     def calibration(
@@ -227,9 +231,13 @@ class SystemPlatform(Platform):
         return server
 
     def keep_registered(
-        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self,
+        registry: Registry,
+        registration: RankRegistration,
+        on_problem: Callable[[Exception], None],
+        on_drain: Callable[[], None],
     ) -> LeaseKeeper:
-        keeper = LeaseKeeper(registry, registration, on_problem)
+        keeper = LeaseKeeper(registry, registration, on_problem, on_drain=on_drain)
         keeper.start()
         return keeper
 

@@ -9,7 +9,7 @@ from aiohttp import web
 from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
-from kvferry import RegistryServer, Settings, create_registry
+from kvferry import RegistryServer, Settings, create_registry, create_registry_client
 from kvferry.engines.sglang.directory import ROUTE, Announcement, engine_name
 from kvferry.errors import SettingsError
 
@@ -27,10 +27,21 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
         Raises:
             SettingsError: if the registry cannot listen where the settings say.
         """
-        settings = Settings()
+        self._settings = settings = Settings()
+        self._engine = engine_name(port)
         self._registry = None if settings.registry_url is not None else _registry(settings, port)
         registry_port = self._registry.address[1] if self._registry else None
-        self._routes = _Routes(host, port, Announcement(engine=engine_name(port), registry_port=registry_port))
+        self._routes = _Routes(host, port, Announcement(engine=self._engine, registry_port=registry_port))
+
+    def drain(self) -> None:
+        """Tells the engine's ranks to drain, at their registry.
+
+        Raises:
+            RegistryError: if that cannot be asked, or knows none of them.
+        """
+        url = None if self._registry is None else self._registry.url
+        with create_registry_client(self._settings, url) as client:
+            client.drain(self._engine)
 
     def close(self) -> None:
         """Closes the bootstrap server and the registry."""

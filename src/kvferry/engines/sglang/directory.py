@@ -210,6 +210,15 @@ class Directory(Registry):
         """Returns every engine that is registered there, see `Registry.engines`."""
         return self._named.engines()
 
+    def drain(self, engine: str) -> tuple[str, ...]:
+        """Tells an engine to drain, at its own registry, see `Registry.drain`."""
+        place = self._place(engine)
+        return (self._named if place is None else place.registry).drain(engine)
+
+    def drains(self, endpoint: str) -> bool:
+        """Whether an endpoint that registered there was told to drain, see `Registry.drains`."""
+        return self._named.drains(endpoint)
+
     def release(self, endpoint: str) -> None:
         """Releases an endpoint there, see `Registry.release`."""
         self._named.release(endpoint)

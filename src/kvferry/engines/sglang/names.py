@@ -14,6 +14,9 @@ CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receive
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 BEFORE_STEP = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk"
 
+TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
+SCHEDULER_ENDS = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
+
 MOVE_GATE = f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate"
 UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfer_backends"
 

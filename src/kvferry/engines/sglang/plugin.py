@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce
-from kvferry.engines.sglang import hooks, layer_steps, pools
+from kvferry.engines.sglang import hooks, layer_steps, pools, termination
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
@@ -27,7 +27,9 @@ from kvferry.engines.sglang.names import (
     KV_CLASS,
     MOVE_GATE,
     PREFILL_MANAGER,
+    SCHEDULER_ENDS,
     STATE_ARGS,
+    TERMINATED,
     TRANSFER_QUEUE,
     UNIFIED_BACKENDS,
 )
@@ -111,6 +113,17 @@ def _register() -> None:
     def announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
         layer_steps.announce(scheduler, request, may_leave=allow_send)
 
+    def announce_end(_: None, handler: Any, *__: Any, **___: Any) -> None:
+        termination.announce(handler.tokenizer_manager)
+
+    def close_endpoints(_: None, scheduler: Any) -> None:
+        from sglang.srt.runtime_context import get_disagg
+
+        if get_disagg().disaggregation_transfer_backend in ours:
+            termination.close_endpoints(scheduler)
+
+    # Without these a server that ends is merely noticed later.
+    ends = (Hook(TERMINATED, announce_end, "AFTER"), Hook(SCHEDULER_ENDS, close_endpoints, "AFTER"))
     # Where SGLang has not what it is on, layers leave with their step, and KVFERRY_LAYER_RANGES is refused.
     steps = Hook(BEFORE_STEP, announce_step, "AFTER")
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
@@ -127,6 +140,7 @@ def _register() -> None:
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
         *((steps,) if steps.has_target else ()),
         *(unified if all(hook.has_target for hook in unified) else ()),
+        *(hook for hook in ends if hook.has_target),
     )
     for hook in added:
         HookRegistry.register(hook.target, hook.change, HookType[hook.kind])

@@ -53,6 +53,7 @@ from kvferry.engines.vllm.shares import check_turns, sharing_ranks, worker_place
 from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of
 from kvferry.engines.vllm.steps import Step
+from kvferry.engines.vllm.termination import drain_timeout_s, letting_all_come, watch_for_termination
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 
 if TYPE_CHECKING:
@@ -96,7 +97,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
-        self._settings = on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config))
+        self._settings = letting_all_come(on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config)))
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._sends_layers = self._settings.layer_ranges > 1 and transfer.is_kv_producer
         refuse_what_would_be_wrong(vllm_config, sends_layers=self._sends_layers)
@@ -118,6 +119,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 conditions=conditions.of,
                 are_conditions_known=conditions.are_known,
             )
+            watch_for_termination(self._scheduler.drain)
 
     def shutdown(self) -> None:
         """Closes the worker's endpoints."""
@@ -156,6 +158,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             receives=self._kv_transfer_config.is_kv_consumer,
             fingerprint=fingerprint,
             layer_numbers=numbers_in_turn(kv_caches, model) if self._sends_layers else None,
+            drain_timeout_s=drain_timeout_s(self._settings, getattr(self._vllm_config, "shutdown_timeout", 0)),
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:

@@ -142,6 +142,11 @@ class SchedulerSide:
         self._fetches: dict[str, Fetch[Request]] = {}  # by the names of first choices that have not ended
         self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
         self._step = Step()
+        self._drains = False
+
+    def drain(self) -> None:
+        """Has the workers told that the engine ends with the requests that it has. Only sets a flag."""
+        self._drains = True
 
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
         """Takes where blocks are looked up and kept. Called once, before anything is scheduled."""
@@ -352,6 +357,7 @@ class SchedulerSide:
             preempted: requests whose blocks were taken since the step before.
         """
         step, self._step = self._step, Step()
+        step.drains = self._drains
         for name in preempted:
             fetch = self._fetches.pop(name, None)
             if fetch is not None:

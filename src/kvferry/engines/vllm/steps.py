@@ -100,6 +100,7 @@ class Step:
         preempted: requests that have just lost their blocks. They come again from the start.
         give_up: requests that are not needed any more, and why.
         refuse: rooms that the other side knows and that will not be opened to send, and why.
+        drains: whether the engine takes no new requests any more, and ends with those that it has.
     """
 
     send: list[BlocksToSend] = field(default_factory=list)
@@ -107,3 +108,4 @@ class Step:
     preempted: set[str] = field(default_factory=set)
     give_up: dict[str, str] = field(default_factory=dict)
     refuse: dict[int, str] = field(default_factory=dict)
+    drains: bool = False

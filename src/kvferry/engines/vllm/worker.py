@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import TypeVar
 
 import numpy as np
@@ -60,6 +61,7 @@ class WorkerSide:
         receives: bool,
         fingerprint: Mapping[str, str],
         layer_numbers: Mapping[str, int] | None = None,
+        drain_timeout_s: float | None = None,
     ) -> None:
         """Registers the caches and starts what is needed.
 
@@ -74,6 +76,7 @@ class WorkerSide:
             fingerprint: what its caches are beyond their layout.
             layer_numbers: by the name that vLLM tells when the model is through with a layer, its number; None if
                 layers leave with their step alone.
+            drain_timeout_s: how long rooms may stay open once the engine takes no new requests.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
@@ -86,12 +89,15 @@ class WorkerSide:
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
+        self._draining: list[PrefillEndpoint | DecodeEndpoint] = []  # those that were told to
         self._incoming: dict[str, Receiver] = {}
         self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
         self._not_begun: set[str] = set()
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._log = TransferLog()
+        self._drain_timeout_s = drain_timeout_s
+        self._settles_s = settings.quarantine_s
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
@@ -123,9 +129,11 @@ class WorkerSide:
             raise
 
     def close(self) -> None:
-        """Closes the endpoints, within the settings' close_timeout_s."""
+        """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
         if self._outgoing is not None:
             self._outgoing.close()
+        for draining in self._draining:  # what left with the last step may be on its way
+            draining.wait_drained(self._settles_s)
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
@@ -138,9 +146,18 @@ class WorkerSide:
             self._outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
-        """Requests the caches of a step."""
+        """Requests the caches of a step. In the first of an engine that ends with the requests that it has, says so."""
+        if step.drains:
+            self._drain()
         for receiving in step.receive:
             self._receive(receiving)
+
+    def _drain(self) -> None:
+        """Shows everyone that this engine is about to leave; it still opens rooms for the requests that it has."""
+        for endpoint in (self._prefill, self._decode):
+            if endpoint is not None and endpoint not in self._draining:
+                endpoint.drain(self._drain_timeout_s, grace_s=inf)
+                self._draining.append(endpoint)
 
     def layer_computed(self, name: str, step: Step, fence: Callable[[], Fence | None]) -> None:
         """Sends the layers before this one, where a range of them ends. Called once the device has it queued.

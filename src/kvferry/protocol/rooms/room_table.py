@@ -6,7 +6,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
 
@@ -100,11 +100,29 @@ class RoomTable(Generic[RoomT]):
         self._most_receivers = 1  # that any room had
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
+        self._refusal: Callable[[int], KVFerryError] | None = None
 
     def holds(self, room: int) -> bool:
         """Whether the number of a room that is over still means that room: it may not be used for another."""
         is_dropped = any(number == room for _, number in self._dropped)
         return is_dropped or room in self._failed_alone or bool(self._refusals.of(room))
+
+    def is_asked_for(self, room: int) -> bool:
+        """Whether a decode rank waits for a room that our caller has not opened."""
+        return any(opened.abort is None for opened in self._pending.of(room).values())
+
+    def takes_no_more(self, refusal: Callable[[int], KVFerryError]) -> None:
+        """Refuses open requests for rooms of which nothing is known here, from now on.
+
+        Args:
+            refusal: returns why, by a room's number.
+        """
+        self._refusal = refusal
+
+    @property
+    def num_pending(self) -> int:
+        """How many rooms decode ranks have opened, and our caller has not."""
+        return len(self._pending)
 
     @property
     def is_quiet(self) -> bool:
@@ -181,6 +199,8 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self.ended(receiver, message.room, message.generation, failed.error)
             raise failed.error
+        if self._refusal is not None and not self._pending.of(message.room):
+            raise self._refusal(message.room)
         self._refusals.pop(receiver, message.room)  # it opens the room after all
         for refusal in self._refusals.of(message.room).values():
             if rank is not None and rank.can_be_beside([DecodeRank(refusal.engine, refusal.coordinates)]):
@@ -293,10 +313,14 @@ class RoomTable(Generic[RoomT]):
         self._refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 
+    def give_up_pending(self) -> list[tuple[str, OpenRoom]]:
+        """Drops the pending opens. Returns them, to be refused."""
+        return self._expired_opens(float("inf"))
+
     def close(self) -> list[tuple[str, OpenRoom]]:
         """Refuses open requests from now on. Returns the pending ones, to be refused too."""
         self._is_closed = True
-        return self._expired_opens(float("inf"))
+        return self.give_up_pending()
 
     def _expired_opens(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops pending opens that are too old. Returns those that were not taken back."""

@@ -61,6 +61,9 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         layout_digest: digest of what all ranks of the engine must have in common to serve one request.
         protocol_version: the oldest version of the messages between peers that the rank speaks.
         newest_protocol_version: the newest; 0 where it names none, and speaks the one version alone.
+        draining: whether the rank is about to leave, so that new requests are for other engines.
+        drained: whether, besides, nothing is open on it any more.
+        open_rooms: how many rooms are, while it drains.
 
     Raises:
         SettingsError: if a text is empty, too long or has unprintable characters, or a number is out of
@@ -74,6 +77,9 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
     layout_digest: str
     protocol_version: int
     newest_protocol_version: int = 0
+    draining: bool = False
+    drained: bool = False
+    open_rooms: Annotated[int, msgspec.Meta(ge=0)] = 0
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
@@ -120,6 +126,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         registrations: the live ranks, by engine rank. Empty if no rank of this name is live.
         world_size: how many ranks the engine has, live or not; 0 if none is live.
         complete: whether every rank of the engine is live.
+        draining: whether any rank of it drains, so that new requests are for other engines.
         others: names of other engines, where none of this one's ranks is live: the nearest first, at most `MOST_NAMED`.
         num_others: how many others there are.
     """
@@ -128,6 +135,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     registrations: Annotated[tuple[RankRegistration, ...], msgspec.Meta(max_length=MOST_RANKS)]
     world_size: int
     complete: bool
+    draining: bool = False
     others: Annotated[tuple[KnownEngine, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
     num_others: Annotated[int, msgspec.Meta(ge=0, le=MOST_ENGINES)] = 0
 

@@ -12,6 +12,7 @@ from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, WAITS, Engine
 from kvferry.testing.simulation.control_network import Line
+from kvferry.testing.simulation.laws import Law, demand
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide
 from kvferry.transport.simulated import SimulatedHandle
@@ -33,6 +34,11 @@ class Restart:
     engine: Engine
     rank: int
     at: float
+
+
+def is_leaving(process: Process) -> bool:
+    """Whether a process drains."""
+    return process.endpoint.is_draining
 
 
 class Adversary:
@@ -58,6 +64,8 @@ class Adversary:
         # Of its own, so that worlds stay as they are in which it does not strike.
         self._of_frozen = random.Random(f"{world.seed} frozen receivers")
         self._frozen_odds = odds_of.get("frozen receiver", 0.0)
+        self._of_leaving = random.Random(f"{world.seed} who leaves")  # likewise
+        self._leaving_odds = odds_of.get("leave", 0.0)
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
@@ -119,6 +127,37 @@ class Adversary:
                 happens(self)
         if self._frozen_odds and self._of_frozen.random() < self._frozen_odds:
             self._break_off_while_frozen()
+        if self._leaving_odds and self._of_leaving.random() < self._leaving_odds:
+            self._leave()
+
+    def _leave(self) -> None:
+        """An engine drains, to leave once nothing is open there. What it has, or was asked for, does not suffer."""
+        engines = self._world.circumstances.engines.values()
+        whole = [each for each in engines if len(each.ranks) == len(each.shapes)]
+        staying = [each for each in whole if all(rank.takes_work and not is_leaving(rank) for rank in each.ranks)]
+        if not staying or not self._counts("leave"):
+            return
+        engine = self._of_leaving.choice(staying)
+        self._world.note("%s drains", engine.name)
+        for process in engine.ranks:
+            for side in self._world.sides_of(process):
+                if not side.request.is_over and not side.is_taken:
+                    side.request.excused(f"{process.name} drains, and has not heard of it")
+            process.acts()
+            process.endpoint.drain()
+
+    def leave_if_drained(self) -> None:
+        """Engines that drain close once all of their ranks have."""
+        for engine in self._world.circumstances.engines.values():
+            if engine.ranks and all(rank.takes_work and rank.endpoint.is_drained for rank in engine.ranks):
+                self._world.note("%s has drained", engine.name)
+                for process in engine.ranks:
+                    for side in self._world.sides_of(process):
+                        is_open = side.transfer is not None and not side.transfer.state.is_final
+                        demand(not is_open, Law.ENDS, f"{process.name} has drained, and {side.request} is open there")
+                    process.begin_closing()
+                    self._restart_later(process)
+                self._upset_until(self._world.now + RECOVERY_S)
 
     def _upset_until(self, time_s: float) -> None:
         """Requests that come before then may fail for what has happened now."""

@@ -9,9 +9,10 @@ from itertools import product
 from typing import TYPE_CHECKING
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
-from kvferry.errors import RoomExistsError
+from kvferry.errors import EndpointDrainingError, RoomExistsError
 from kvferry.layout import Interval
 from kvferry.testing.simulation.circumstances import WAITS
+from kvferry.testing.simulation.laws import Law, demand
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
@@ -117,7 +118,7 @@ class Callers:
         self._world.add(request)
         self._unfinished += request.sides
         for process in (*prefill.ranks, *decode.ranks):
-            if not process.takes_work or self._is_wronged(process):
+            if not process.takes_work or process.endpoint.is_draining or self._is_wronged(process):
                 request.excused(f"{process.name} was not well")
         adversary, pairs = self._world.adversary, [*product(prefill.ranks, decode.ranks)]
         longer_s = WAITS.quarantine_s if adversary.broken_off.intersection(pairs) else 0.0
@@ -155,8 +156,14 @@ class Callers:
         self._world.outcomes["trouble: refuse"] += 1
         self._world.note("%s: %s is refused", side.process.name, side.request)
 
+    def _is_refused(self, side: RankSide) -> None:
+        """A rank that drains does not take a room that is new to it."""
+        demand(bool(side.request.excuse), Law.ISOLATED, f"{side.process.name} drains and refuses {side.request}")
+        side.is_released = True
+        side.failed_at = self._world.now
+
     def _is_wronged(self, process: Process) -> bool:
-        return process.life > 0 and bool({"crash", "close", "freeze", "cut"} & self._world.troubles)
+        return process.life > 0 and bool({"crash", "close", "freeze", "cut", "leave"} & self._world.troubles)
 
     def _open_sender(self, side: SendSide) -> None:
         endpoint = side.process.endpoint
@@ -170,6 +177,11 @@ class Callers:
             side.sender = endpoint.open(side.request.room, depends_on=side.request.depends_on(on_prefill=True))
         except RoomExistsError:
             side.process.pool.give_back(pages, SOURCE_GONE)  # its last use is not quite over here: later
+            return
+        except EndpointDrainingError as error:
+            side.process.pool.give_back(pages, SOURCE_GONE)
+            endpoint.refuse(side.request.room, str(error))
+            self._is_refused(side)
             return
         side.pages = pages
         side.opened_at = self._world.now
@@ -201,6 +213,11 @@ class Callers:
             )
         except RoomExistsError:
             side.process.pool.give_back(pages, DESTINATION_GONE)
+            return
+        except EndpointDrainingError as error:
+            side.process.pool.give_back(pages, DESTINATION_GONE)
+            endpoint.refuse(side.request.room, str(error), engine=side.request.prefill)
+            self._is_refused(side)
             return
         side.pages = pages
         side.opened_at = self._world.now

@@ -64,6 +64,7 @@ _TELLS_UNLESS = frozenset(
         "clock",
         "reorder",
         "frozen receiver",
+        "leave",
     }
 )  # then who is to be told may be out of reach, or take its peer for lost
 

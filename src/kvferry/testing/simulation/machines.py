@@ -186,6 +186,12 @@ class SimulatedRegistryClient(RegistryClient):
     def engine(self, name: str) -> EngineView:
         return self._registry.ask().engine(name, self._now())
 
+    def drain(self, engine: str) -> tuple[str, ...]:
+        return self._registry.ask().drain(engine, self._now())
+
+    def drains(self, endpoint: str) -> bool:
+        return self._registry.ask().drains(endpoint)
+
     def released(self) -> tuple[str, ...]:
         return self._registry.ask().released()
 
@@ -221,6 +227,10 @@ class SimulatedKeeper(LeaseKeeper):
 
     due_at = 0.0
     is_closed = False
+
+    def update(self, registration: RankRegistration) -> None:
+        super().update(registration)
+        self.due_at = 0.0
 
     def close(self, timeout_s: float = 0.0) -> bool:
         if not self.is_closed:
@@ -368,10 +378,19 @@ class SimulatedPlatform(Platform):
         raise AssertionError("the registry is a process of its own in the simulation")
 
     def keep_registered(
-        self, registry: Registry, registration: RankRegistration, on_problem: Callable[[Exception], None]
+        self,
+        registry: Registry,
+        registration: RankRegistration,
+        on_problem: Callable[[Exception], None],
+        on_drain: Callable[[], None],
     ) -> LeaseKeeper:
         self.keeper = SimulatedKeeper(
-            registry, registration, _ignore, now=self.now, jitter=lambda: self._chance.uniform(0.5, 1.0)
+            registry,
+            registration,
+            _ignore,
+            on_drain=on_drain,
+            now=self.now,
+            jitter=lambda: self._chance.uniform(0.5, 1.0),
         )
         return self.keeper
 

@@ -50,6 +50,11 @@ class RankSide(ABC):
         """Whether the endpoint has a use for the room's number still: nobody may use it for another request."""
 
     @property
+    def is_taken(self) -> bool:
+        """Whether its endpoint takes the room also where it drains from now on."""
+        return self.transfer is not None
+
+    @property
     @abstractmethod
     def is_handed_in(self) -> bool:
         """Whether its caller has nothing more to give to the endpoint."""
@@ -90,6 +95,12 @@ class SendSide(RankSide):
         table, room = endpoint._driver.rooms.table, self.request.room
         # Where its clock has jumped it has forgotten too soon how the room ended: whoever comes late waits for another.
         return table.holds(room) or (self.process.platform.skew_s > 0 and room in table._pending)
+
+    @property
+    def is_taken(self) -> bool:
+        endpoint = self.process.endpoint
+        assert isinstance(endpoint, PrefillEndpoint)
+        return self.sender is not None or endpoint._driver.rooms.table.is_asked_for(self.request.room)
 
     @property
     def is_handed_in(self) -> bool:

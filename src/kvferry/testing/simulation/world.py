@@ -269,6 +269,8 @@ class World:
                 keeper.due_at = process.platform.now() + keeper.renew()
             if process.runs and process.closing is not None:
                 self._go_on_closing(process)
+        if "leave" in self.circumstances.odds:
+            self.adversary.leave_if_drained()
         for computing in [each for each in self.computing if self.now >= each.until]:
             self.computing.remove(computing)
             computing.end()

@@ -1,0 +1,1 @@
+"""`kvferry drain`: lets engines and endpoints leave without a failed request."""
