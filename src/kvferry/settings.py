@@ -80,8 +80,8 @@ class Settings(BaseSettings):
         None,
         ge=1,
         le=65535,
-        description="Port that peers connect to, plus the rank's number; needed where it is not the peer channel's own, "
-        "as behind a container's port mapping or a proxy.",
+        description="Port that peers connect to: this port plus the rank's number; needed where it is not the peer "
+        "channel's own, as behind a container's port mapping or a proxy.",
     )
 
     registry_host: str = Field("127.0.0.1", description="Address that an embedded registry binds to.")

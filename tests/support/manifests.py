@@ -1,5 +1,7 @@
-"""The manifests in deploy/kubernetes as kubectl renders them, and what Kubernetes makes of them: pods, their containers'
-commands and environments, and who may connect to whom."""
+"""The manifests in deploy/kubernetes, as kubectl renders them, and what Kubernetes makes of them.
+
+Pods, their containers' commands and environments, and who may connect to whom.
+"""
 
 from __future__ import annotations
 
@@ -79,18 +81,21 @@ class Pod:
     @property
     def spec(self) -> Manifest:
         """What runs in it."""
-        return self.workload["spec"]["template"]["spec"]
+        found: Manifest = self.workload["spec"]["template"]["spec"]
+        return found
 
     @property
     def labels(self) -> Mapping[str, str]:
         """What selectors look at."""
-        return self.workload["spec"]["template"]["metadata"]["labels"]
+        found: Mapping[str, str] = self.workload["spec"]["template"]["metadata"]["labels"]
+        return found
 
     @property
     def container(self) -> Manifest:
         """Its only container."""
         (found,) = self.spec["containers"]
-        return found
+        container: Manifest = found
+        return container
 
     def port(self, port: str | int) -> int | None:
         """Returns the number of a port; None where no container has one of that name."""

@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-
 
 import pytest
 from tests.support.manifests import Manifest, Pod, command, environment, host_names, is_allowed, named, pods
@@ -116,20 +116,33 @@ class RunningPod:
     @property
     def inside(self) -> int:
         """The number, here, of the container's first process."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return _children(self.process.pid)[0]
+
+    def entered(self, *arguments: str) -> list[str]:
+        """Returns the command line of a further program in the container."""
+        enter = ["nsenter", f"--target={self.inside}", "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
+        return [*enter, *arguments]
 
     def run(self, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
         """Runs a command in the container."""
-        enter = ["nsenter", f"--target={self.inside}", "--net", "--uts", "--ipc", "--mount", "--pid", "--"]
         return subprocess.run(
-            [*enter, *arguments],
+            self.entered(*arguments),
             env=dict(self.variables),
             capture_output=True,
             text=True,
             timeout=timeout_s,
             check=False,
         )
+
+    @contextmanager
+    def started_beside(self, *arguments: str) -> Iterator[None]:
+        """Has another program run in the container, and kills it at the end."""
+        with subprocess.Popen(self.entered(*arguments), env=dict(self.variables)) as entering:
+            eventually("it runs", lambda: _children(entering.pid))
+            try:
+                yield
+            finally:
+                os.kill(_children(entering.pid)[0], signal.SIGKILL)
 
     def probe(self, name: str) -> str:
         """Tries a probe once, as the kubelet does; says what failed, nothing if it succeeded."""
@@ -154,9 +167,18 @@ class RunningPod:
         deadline = time.monotonic() + last_s
         for name in ("startupProbe", "readinessProbe", "livenessProbe"):
             while problem := self.probe(name):
-                assert self.process.poll() is None, f"{self.pod.name} has ended:\n{self.said()}"
-                assert time.monotonic() < deadline, f"{self.pod.name}: {name}: {problem}\n{self.said()}"
+                assert self.process.poll() is None, f"{self.pod.name} has ended"
+                assert time.monotonic() < deadline, f"{self.pod.name}: {name}: {problem}"
                 time.sleep(_SHORT_S)
+
+    def wait_until(self, what: str, holds: Callable[[], bool]) -> None:
+        """Waits for something while the container runs."""
+
+        def is_so() -> bool:
+            assert self.process.poll() is None, f"{self.pod.name} has ended:\n{self.said()}"
+            return holds()
+
+        eventually(f"{self.pod.name}: {what}", is_so)
 
     def terminate(self) -> float:
         """Ends it as the kubelet does: preStop, SIGTERM, and nothing harder. Returns how many seconds that took."""
@@ -267,20 +289,50 @@ class RunningPods:
         done = subprocess.run(
             [*self.node.enter, *curl, f"http://{address}:{port}{path}"], capture_output=True, text=True, check=False
         )
-        said = "\n".join(f"---- {each.pod.name}\n{each.said()}" for each in self.running.values())
-        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{said}"
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.said()}"
         return done.stdout
+
+    def said(self) -> str:
+        """The ends of all logs."""
+        return "\n".join(f"---- {each.pod.name}\n{each.said()}" for each in self.running.values())
 
     def flows(self) -> set[tuple[str, str, int]]:
         """Returns which pods have connected to which others: by whom, to whom, to which port."""
         names = {place.address: name for name, place in self.places.items()}
         found = set()
         for name, place in self.places.items():
-            listening = {port for port, _ in _sockets(place, "listening")}
+            listening = self.listening(name)
             for port, peer in _sockets(place, "established"):
                 if port in listening and peer in names and names[peer] != name:
                     found.add((names[peer], name, port))
         return found
+
+    def listening(self, pod: str) -> set[int]:
+        """Returns the ports that a pod's processes listen on."""
+        return {port for port, _ in _sockets(self.places[pod], "listening")}
+
+    def start_all(self, last_s: float) -> None:
+        """Starts every pod as it stands, all at once as Kubernetes does, and waits until each is ready.
+
+        Args:
+            last_s: the longest wait.
+        """
+        deadline = time.monotonic() + last_s
+        for pod in pods(self.manifests):
+            self.start(pod)
+        try:
+            for started in self.running.values():
+                started.wait_ready(deadline - time.monotonic())
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.said()}") from None
+
+    def metric(self, pod: str, name: str) -> float:
+        """Returns the sum of a metric of a pod's endpoint, over all labels."""
+        url = f"http://{self.places[pod].address}:9470/metrics"
+        said = subprocess.run(
+            [*self.node.enter, "curl", "--silent", "--fail", url], capture_output=True, text=True, check=True
+        ).stdout
+        return sum(float(line.split()[-1]) for line in said.splitlines() if line.split("{")[0].split()[0] == name)
 
     def closed_flows(self) -> set[tuple[str, str, int]]:
         """Returns those of them that the network policies would not have let through."""
@@ -290,6 +342,26 @@ class RunningPods:
             for source, target, port in self.flows()
             if not is_allowed(self.manifests, known[source], known[target], port)
         }
+
+
+def image_of_this_environment(*path: Path) -> dict[str, str]:
+    """Returns what containers would have from an image with this environment in it.
+
+    Args:
+        path: where Python looks for modules beside it.
+    """
+    programs = [str(Path(sys.executable).parent), "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin"]
+    return {
+        "PATH": os.pathsep.join(programs),
+        "PYTHONPATH": os.pathsep.join(map(str, path)),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "HOME": "/root",
+    }
+
+
+def _children(pid: int) -> list[int]:
+    """Returns the numbers of a process's children; unshare and nsenter have one, the program that they begin."""
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _privileges(pod: Pod) -> str:
@@ -326,8 +398,3 @@ def running(
     names = [pod.name for pod in pods(manifests)]
     with joined_networks(names) as (node, places), ExitStack() as undo:
         yield RunningPods(manifests, node, places, scratch, secrets, image, undo)
-
-
-def answers(pod: RunningPod, name: str) -> None:
-    """Waits until a probe succeeds."""
-    eventually(f"{name} of {pod.pod.name} succeeds", lambda: not pod.probe(name))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from pydantic import BaseModel, ConfigDict
+from pydantic.alias_generators import to_camel
 from tests.support.clones import ROOT
 from tests.support.manifests import (
     COMPONENTS,
@@ -64,7 +65,7 @@ def variables(pod: Pod, manifests: tuple[Manifest, ...]) -> dict[str, str]:
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", alias_generator=to_camel)
 
 
 class _Expression(_Strict):
@@ -74,8 +75,8 @@ class _Expression(_Strict):
 
 
 class _Selector(_Strict):
-    matchLabels: dict[str, str] = {}
-    matchExpressions: list[_Expression] = []
+    match_labels: dict[str, str] = {}
+    match_expressions: list[_Expression] = []
 
 
 class _Endpoint(_Strict):
@@ -86,14 +87,14 @@ class _Endpoint(_Strict):
 
 class _PodMonitorSpec(_Strict):
     selector: _Selector
-    podTargetLabels: list[str]
-    podMetricsEndpoints: list[_Endpoint]
+    pod_target_labels: list[str]
+    pod_metrics_endpoints: list[_Endpoint]
 
 
 class _PodMonitor(_Strict):
     """Written by hand: the fields of a PodMonitor that are used here, with the types that its definition gives them."""
 
-    apiVersion: str
+    api_version: str
     kind: str
     metadata: dict[str, Any]
     spec: _PodMonitorSpec
@@ -258,8 +259,12 @@ def test_every_rank_of_a_pod_is_probed_drained_and_scraped(manifests: tuple[Mani
         first = int(given["KVFERRY_OBSERVE_PORT"])
         expected = {first + rank for rank in range(int(given["TENSOR_PARALLEL"]))}
         assert {pod.port(each["name"]) for each in pod.container["ports"] if "observe" in each["name"]} == expected
-        hook = " ".join(pod.container["lifecycle"]["preStop"]["exec"]["command"])
-        assert {int(port) for port in re.findall(r"127\.0\.0\.1:(\d+)", hook)} == expected
+        *drain, drain_s = pod.container["lifecycle"]["preStop"]["exec"]["command"]
+        assert drain == ["kvferry", "drain", "--timeout"], (
+            "it drains all ranks that answer from KVFERRY_OBSERVE_PORT on"
+        )
+        (engine_s,) = re.findall(r"--shutdown-timeout=(\d+)", " ".join(pod.container["args"])) or ["80"]
+        assert int(drain_s) + int(engine_s) < pod.spec["terminationGracePeriodSeconds"]
         assert pod.container["resources"]["limits"].get("nvidia.com/gpu", given["TENSOR_PARALLEL"]) == str(
             len(expected)
         )
