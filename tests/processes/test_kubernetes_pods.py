@@ -28,7 +28,7 @@ skip_unless_installed()
 pytestmark = pytest.mark.full
 
 SECRET = "a secret of at least sixteen characters"
-READY_S = 60.0
+READY_S = 240.0
 GATEWAY, REGISTRY = "gateway-5c7d9f6b8-00000", "registry-5c7d9f6b8-00000"
 TRANSPORT = {"KVFERRY_TRANSPORT": Settings().transport}
 
