@@ -90,14 +90,15 @@ def test_a_pod_says_which_start_of_its_container_it_is(deployed: RunningPods):
     assert said.startswith("kvferry container ")
 
 
-def test_the_gateway_is_live_without_servers_and_ready_with_them_alone(deployed: RunningPods):
-    gateway, decode = deployed.running[GATEWAY], deployed.running["decode-0"]
+def test_every_container_ends_in_time_and_the_gateway_is_live_without_servers(deployed: RunningPods):
+    gateway = deployed.running[GATEWAY]
     assert gateway.probe("readinessProbe") == ""
-    decode.terminate()
-    assert decode.process.returncode == 0, decode.said()
-    gateway.wait_until("it is not ready any more", lambda: gateway.probe("readinessProbe") != "")
-    assert "503" in gateway.probe("readinessProbe")
+    deployed.terminate("prefill-0", "decode-0")
+    gateway.wait_until("it is not ready any more", lambda: "503" in gateway.probe("readinessProbe"))
     assert gateway.probe("livenessProbe") == ""
+    deployed.terminate(GATEWAY, REGISTRY)
+    ends = {name: pod.process.returncode for name, pod in deployed.running.items()}
+    assert set(ends.values()) == {0}, f"{ends}\n{deployed.said()}"
 
 
 def test_probes_of_a_pod_with_two_ranks_ask_both(tmp_path: Path):
@@ -117,10 +118,3 @@ def test_probes_of_a_pod_with_two_ranks_ask_both(tmp_path: Path):
                 prefill.wait_until(f"{name} succeeds", lambda name=name: prefill.probe(name) == "")  # type: ignore[misc]
             assert deployed.listening("prefill-0") >= {9440, 9441, 9470, 9471}
         prefill.wait_until("it is not live any more", lambda: prefill.probe("livenessProbe") != "")
-
-
-def test_every_container_ends_by_its_hook_and_sigterm_within_its_time(deployed: RunningPods):
-    for name in (GATEWAY, "prefill-0", REGISTRY):
-        pod = deployed.running[name]
-        pod.terminate()
-        assert pod.process.returncode == 0, f"{name}: {pod.process.returncode}\n{pod.said()}"

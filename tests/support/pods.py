@@ -327,11 +327,12 @@ class RunningPods:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.said()}") from None
 
-    def terminate_all(self) -> None:
-        """Ends every pod as the kubelet does, all at once."""
-        with ThreadPoolExecutor(len(self.running)) as kubelets:
+    def terminate(self, *names: str) -> None:
+        """Ends pods as the kubelet does, all at once; every one if none is named."""
+        ending = [pod for name, pod in self.running.items() if name in names or not names]
+        with ThreadPoolExecutor(len(ending)) as kubelets:
             try:
-                list(kubelets.map(RunningPod.terminate, self.running.values()))
+                list(kubelets.map(RunningPod.terminate, ending))
             except (AssertionError, subprocess.TimeoutExpired) as error:
                 raise AssertionError(f"{error}\n{self.said()}") from None
 

@@ -31,4 +31,4 @@ def test_a_deployment_of_vllm_serves_and_ends_as_its_manifests_say(tmp_path: Pat
         assert deployed.metric("decode-0", "kvferry_transfers_total") == 1
         assert ("decode-0", "prefill-0", 9440) in deployed.flows()
         assert deployed.closed_flows() == set()
-        deployed.terminate_all()
+        deployed.terminate()
