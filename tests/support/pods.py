@@ -59,8 +59,10 @@ def joined_networks(names: Sequence[str]) -> Iterator[tuple[Place, dict[str, Pla
     Yields the node's, and the others by name. Skips where they may not be made.
     """
     missing = [each for each in ("ip", "nsenter", "setpriv", "curl", "ss") if shutil.which(each) is None]
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"pods are namespaces here, which take root, and {missing or 'nothing else'}")
+    if missing:
+        pytest.skip(f"pods are namespaces here, and what makes or asks them is missing: install {', '.join(missing)}")
+    if os.geteuid() != 0:
+        pytest.skip("pods are namespaces here, which only root may join to one another: run this test as root")
     alone = [*unshare("--net", "--uts", "--ipc"), "sh", "-c", 'hostname "$1"; ip link set lo up; echo; exec cat', "sh"]
 
     with ExitStack() as undo:
@@ -375,7 +377,10 @@ def _children(pid: int) -> list[int]:
 
 
 def _privileges(pod: Pod) -> str:
-    """How a container's command begins: as the security contexts say, of which the system calls' filter is left out."""
+    """How a container's command begins: without capabilities, as the security contexts say.
+
+    Left out are the filter of system calls, another user, and a root file system that nobody writes to.
+    """
     context = {**pod.spec.get("securityContext", {}), **pod.container["securityContext"]}
     assert context["capabilities"] == {"drop": ["ALL"]}
     assert context["allowPrivilegeEscalation"] is False
