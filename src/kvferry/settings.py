@@ -24,6 +24,7 @@ from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
 
 PREFIX = "KVFERRY_"
+_LAST_PORT = 65535
 SECRETS = frozenset({"secret", "etcd_password"})
 """Fields whose values nobody is shown."""
 SHORTEST_SECRET = 16
@@ -71,13 +72,18 @@ class Settings(BaseSettings):
         description="Address that peers connect to. By default host, or where that is a wildcard such as 0.0.0.0 or "
         "::, the address of this machine that packets to the registry leave from; docs/hosts.md.",
     )
-    control_port: int = Field(0, ge=0, le=65535, description="Port of the peer channel; 0 takes any free one.")
+    control_port: int = Field(
+        0,
+        ge=0,
+        le=65535,
+        description="Port of the peer channel: this port plus the rank's number; 0 takes any free one.",
+    )
     advertise_port: int | None = Field(
         None,
         ge=1,
         le=65535,
-        description="Port that peers connect to; needed where it is not the peer channel's own, as behind "
-        "a container's port mapping or a proxy.",
+        description="Port that peers connect to: this port plus the rank's number; needed where it is not the peer "
+        "channel's own, as behind a container's port mapping or a proxy.",
     )
 
     registry_host: str = Field("127.0.0.1", description="Address that an embedded registry binds to.")
@@ -497,6 +503,22 @@ class Settings(BaseSettings):
     def used_etcd_password(self) -> str | None:
         """The password for etcd itself, whichever setting has it: not for messages or logs."""
         return None if self._etcd_password is None else self._etcd_password.get_secret_value()
+
+    def of_rank(self, engine_rank: int) -> Settings:
+        """Returns the settings of one rank of an engine, whose ports are those of rank 0 plus its number.
+
+        Raises:
+            SettingsError: if there is no such port.
+        """
+        ports = {"control_port": self.control_port, "advertise_port": self.advertise_port}
+        moved = {name: port + engine_rank for name, port in ports.items() if port}
+        for name, port in moved.items():
+            if port > _LAST_PORT:
+                raise SettingsError(
+                    f"{name} ({PREFIX}{name.upper()}) is {ports[name]}: rank {engine_rank} would have port {port}, and "
+                    f"{_LAST_PORT} is the last one. Choose a lower one"
+                )
+        return self.model_copy(update=moved)
 
     @property
     def is_on_loopback(self) -> bool:

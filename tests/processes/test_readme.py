@@ -29,6 +29,7 @@ ELSEWHERE = {
     "kvferry up --engine sglang --model ./Qwen3-8B": "tests/real_engines/sglang",
     "python -m sglang.launch_server": "tests/real_engines/sglang",
     ".venv/bin/kvferry demo --model DIR": "tests/processes/test_demo.py",
+    "kubectl apply --kustomize": "tests/processes/test_kubernetes_pods.py",
     "kvferry top 9470-9477 10.0.0.6:9470": "tests/processes/test_stuck_peer.py",
     "kvferry drain prefill-0": "tests/unit/applications/test_drain_command.py",
     "kvferry release prefill-0-71-5f0c9a6be1d2": "tests/unit/endpoint/test_ends.py",

@@ -59,8 +59,12 @@ _STATUS_OF_ERROR: dict[type[Exception], int] = {
 }
 
 
+LIVE_PATH = "/livez"
+"""Answers everybody, since what runs containers asks it and knows no secret; and says no more than that."""
+
+
 class _TokenRequired:
-    """Refuses every request without the token, on every route, before anything else of it is read."""
+    """Refuses every request without the token, on every other route, before anything else of it is read."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -69,7 +73,8 @@ class _TokenRequired:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
         # In a time that does not depend on how much of it is right.
-        if len(given) == 1 and hmac.compare_digest(given[0], self._expected):
+        is_known = len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+        if is_known or scope.get("path") == LIVE_PATH:
             await self._app(scope, receive, send)
             return
         # What follows of the request is not read.
@@ -144,6 +149,9 @@ def registry_app(
     async def get_health(_request: Request) -> Response:
         return _json(Health(version=__version__, api_version=API_VERSION, uptime_s=clock() - started_at))
 
+    async def get_live(_request: Request) -> Response:
+        return Response()
+
     rank_path = "/v1/engines/{engine}/ranks/{rank}"
     return Starlette(
         routes=[
@@ -155,6 +163,7 @@ def registry_app(
             Route("/v1/released/{endpoint}", put_released, methods=["PUT"]),
             Route("/v1/released", get_released, methods=["GET"]),
             Route("/health", get_health, methods=["GET"]),
+            Route(LIVE_PATH, get_live, methods=["GET"]),
         ],
         middleware=[] if token is None else [Middleware(_TokenRequired, token=token)],
         exception_handlers={

@@ -282,6 +282,7 @@ def test_it_is_ready_when_all_are_well_and_healthy_while_requests_can_be_served(
     assert httpx.get(f"{deployment.url}/ready").status_code == 200
     deployment.fakes["decode-1"].is_healthy = False
     eventually("one is known to be missing", lambda: httpx.get(f"{deployment.url}/ready").status_code == 503)
+    assert httpx.get(f"{deployment.url}/livez").status_code == 200
     assert httpx.get(f"{deployment.url}/health").status_code == 200
 
 

@@ -119,6 +119,18 @@ def test_every_route_is_closed_and_says_the_same(
     assert friend.engine("prefill").registrations == (RANK,)
 
 
+@pytest.mark.parametrize("headers", WRONG.values(), ids=WRONG)
+def test_a_probe_knows_no_token_and_learns_nothing_but_that_the_registry_answers(
+    server: RegistryServer, friend: RegistryClient, headers: dict[str, Any]
+):
+    friend.register(RANK)
+    answer = httpx.get(f"{server.url}/livez", headers=headers, trust_env=False)
+    assert (answer.status_code, answer.content) == (200, b"")
+    for path in ("/livez/", "/livez/../v1/engines", "/livez%2fv1"):
+        assert httpx.get(server.url + path, headers=headers, trust_env=False).status_code == 401
+    assert httpx.post(f"{server.url}/livez", headers=headers, content=BODY, trust_env=False).status_code == 405
+
+
 def test_two_tokens_are_none(server: RegistryServer):
     headers = [("Authorization", f"Bearer {TOKEN}"), ("Authorization", f"Bearer {OTHER}")]
     assert httpx.get(server.url + "/health", headers=headers, trust_env=False).status_code == 401

@@ -77,6 +77,7 @@ class Front:
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
                 Route("/ready", self._ready),
+                Route("/livez", self._live),
             ],
             lifespan=lifespan,
         )
@@ -115,6 +116,10 @@ class Front:
     async def _ready(self, _: Request) -> Response:
         """Success when all servers are well, where `/health` asks for one of either kind."""
         return Response(status_code=200 if all(server.is_healthy for server in self._servers()) else 503)
+
+    async def _live(self, _: Request) -> Response:
+        """Success while this process answers, whoever is well."""
+        return Response()
 
     async def _models(self, request: Request) -> Response:
         server = self._decode.choose(set())

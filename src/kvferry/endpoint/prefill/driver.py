@@ -133,9 +133,10 @@ class PrefillDriver(Loop):
         self._connecting_until = 0.0
         self._next_tick_at = 0.0
         self._lateness = Lateness()
-        self._channel = platform.listen(settings)
+        of_rank = settings.of_rank(identity.coordinates.engine_rank)
+        self._channel = platform.listen(of_rank)
         self.port = self._channel.port
-        host, port = settings.advertise_host or settings.host, settings.advertise_port or self.port
+        host, port = settings.advertise_host or settings.host, of_rank.advertise_port or self.port
         self.control_address = f"tcp://{bracketed(host)}:{port}"
         name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
         self._threads: tuple[RunningLoop, ...] = ()

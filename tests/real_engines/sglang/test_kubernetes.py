@@ -1,0 +1,32 @@
+"""The manifests with real SGLang and its router: every container started as it stands, until its probes succeed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.real_engines.alone import check_alone
+from tests.real_engines.sglang.engine import STUBS
+from tests.support.clones import ROOT
+from tests.support.manifests import rendered
+from tests.support.pods import image_of_this_environment, running
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+READY_S = 500.0
+BODY = {"model": "/mnt/model", "prompt": "w5 w6 w7 w8 " * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+def test_a_deployment_of_sglang_serves_and_ends_as_its_manifests_say(tmp_path: Path):
+    check_alone()
+    image = image_of_this_environment(STUBS, ROOT / "src")
+    secrets = {"kvferry": {"secret": "a secret of at least sixteen characters"}}
+    with running(rendered("sglang-cpu"), tmp_path, image, secrets) as deployed:
+        deployed.start_all(READY_S)
+        answer = json.loads(deployed.ask("gateway", "/v1/completions", json.dumps(BODY)))
+        assert answer["usage"]["completion_tokens"] == BODY["max_tokens"]
+        assert deployed.metric("decode-0", "kvferry_transfers_total") == 1
+        assert ("decode-0", "prefill-0", 9440) in deployed.flows()
+        assert deployed.closed_flows() == set()
+        deployed.terminate()
