@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,6 +17,9 @@ from examples.tiny_model import write
 from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
+from tests.support.waiting import eventually
+
+from kvferry.applications.up.supervision import free_ports
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
@@ -114,6 +120,50 @@ def test_curl_streams_several_choices(deployment: Deployment, expected: list[str
         said = [choice["text"] for event in events for choice in event["choices"] if choice["index"] == index]
         assert " ".join("".join(said).split()) == expected[2]
     assert used["usage"]["completion_tokens"] == 2 * TOKENS
+
+
+@pytest.fixture
+def router(deployment: Deployment, tmp_path: Path) -> Iterator[str]:
+    """The address of SGLang's own router, from the package index, in front of the same servers."""
+    pytest.importorskip("sglang_router", reason="SGLang's router is not installed: pip install sglang-router")
+    port, metrics_port = free_ports(2)
+    prefill, decode = (deployment.health()[side][0]["url"] for side in ("prefill", "decode"))
+    bootstrap_port = httpx.get(f"{prefill}/server_info").json()["disaggregation_bootstrap_port"]
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--prefill", prefill, str(bootstrap_port), "--decode", decode, "--worker-startup-check-interval", "1"]
+    with (tmp_path / "router.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        assert process.poll() is None, (tmp_path / "router.log").read_text()
+        try:
+            return httpx.get(f"{url}/readiness", timeout=1).is_success
+        except httpx.HTTPError:
+            return False
+
+    try:
+        eventually("SGLang's router serves", is_ready)
+        yield url
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_behind_sglangs_router_tokens_are_those_of_a_server_that_works_alone(
+    deployment: Deployment, router: str, expected: list[str]
+):
+    likeliest: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    prompts_as_text = [" ".join(f"w{token}" for token in prompt) for prompt in GIVEN]
+    answers = [deployment.post(router, prompt=prompt, **likeliest) for prompt in prompts_as_text]
+    assert [answer.status_code for answer in answers] == [200] * len(GIVEN)
+    assert [texts(answer.json()) for answer in answers] == [[each] for each in expected]
+    stream = deployment.post(router, prompt=prompts_as_text[2], stream=True, **likeliest).text
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    said = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+    assert " ".join("".join(said).split()) == expected[2]
 
 
 def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):
