@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 from examples.tiny_model import write
-from tests.real_engines.deployment import Deployment, deployed
+from tests.real_engines.deployment import READY_S, Deployment, deployed
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
-from tests.support.waiting import eventually
 
 from kvferry.applications.up.supervision import free_ports
 
@@ -132,23 +132,27 @@ def router(deployment: Deployment, tmp_path: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
     command += ["--prefill", prefill, str(bootstrap_port), "--decode", decode, "--worker-startup-check-interval", "1"]
+    command += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
     with (tmp_path / "router.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     url = f"http://127.0.0.1:{port}"
 
     def is_ready() -> bool:
-        assert process.poll() is None, (tmp_path / "router.log").read_text()
         try:
             return httpx.get(f"{url}/readiness", timeout=1).is_success
         except httpx.HTTPError:
             return False
 
     try:
-        eventually("SGLang's router serves", is_ready)
+        deadline = time.monotonic() + READY_S
+        while not is_ready():
+            is_lost = process.poll() is not None or time.monotonic() > deadline
+            assert not is_lost, (tmp_path / "router.log").read_text()
+            time.sleep(0.1)
         yield url
     finally:
-        process.terminate()
-        process.wait(30)
+        process.kill()  # in order it waits for what is idle; it keeps nothing
+        process.wait()
 
 
 def test_behind_sglangs_router_tokens_are_those_of_a_server_that_works_alone(
