@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -12,13 +16,14 @@ from typing import Any
 import httpx
 import pytest
 from examples.tiny_model import write
-from tests.real_engines.deployment import Deployment, deployed
+from tests.real_engines.deployment import READY_S, Deployment, deployed
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
 from tests.support.waiting import eventually
 
 from kvferry.applications.up.dialects import SglangDialect
 from kvferry.applications.up.servers import Server
+from kvferry.applications.up.supervision import free_ports
 from kvferry.protocol.wire.registrations import RankRegistration
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
@@ -149,6 +154,54 @@ def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(
             eventually("its successor is there", lambda: [each.incarnation for each in ranks()] != [first.incarnation])
             assert not any(each.draining for each in ranks())
     assert texts(answered(deployment, GIVEN[1])) == [expected[1]]
+
+
+@pytest.fixture
+def router(deployment: Deployment, tmp_path: Path) -> Iterator[str]:
+    """The address of SGLang's own router, from the package index, in front of the same servers."""
+    pytest.importorskip("sglang_router", reason="SGLang's router is not installed: pip install sglang-router")
+    port, metrics_port = free_ports(2)
+    prefill, decode = (deployment.health()[side][0]["url"] for side in ("prefill", "decode"))
+    bootstrap_port = httpx.get(f"{prefill}/server_info").json()["disaggregation_bootstrap_port"]
+    command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
+    command += ["--prefill", prefill, str(bootstrap_port), "--decode", decode, "--worker-startup-check-interval", "1"]
+    command += ["--health-check-interval-secs", "1", "--health-success-threshold", "1"]
+    with (tmp_path / "router.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    url = f"http://127.0.0.1:{port}"
+
+    def is_ready() -> bool:
+        try:
+            return httpx.get(f"{url}/readiness", timeout=1).is_success
+        except httpx.HTTPError:
+            return False
+
+    try:
+        deadline = time.monotonic() + READY_S
+        while not is_ready():
+            is_lost = process.poll() is not None or time.monotonic() > deadline
+            assert not is_lost, (tmp_path / "router.log").read_text()
+            time.sleep(0.1)
+        yield url
+    finally:
+        process.kill()  # in order it waits for what is idle; it keeps nothing
+        process.wait()
+
+
+def test_behind_sglangs_router_tokens_are_those_of_a_server_that_works_alone(
+    deployment: Deployment, router: str, expected: list[str]
+):
+    likeliest: dict[str, Any] = {"max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    prompts_as_text = [" ".join(f"w{token}" for token in prompt) for prompt in GIVEN]
+    answers = [deployment.post(router, prompt=prompt, **likeliest) for prompt in prompts_as_text]
+    assert [answer.status_code for answer in answers] == [200] * len(GIVEN)
+    assert [texts(answer.json()) for answer in answers] == [[each] for each in expected]
+    stream = deployment.post(router, prompt=prompts_as_text[2], stream=True, **likeliest).text
+    events = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    assert events.pop() == "[DONE]"
+    said = [choice["text"] for event in events for choice in json.loads(event)["choices"]]
+    assert " ".join("".join(said).split()) == expected[2]
 
 
 def test_it_stops_in_order_and_leaves_nothing(deployment: Deployment):

@@ -38,6 +38,7 @@ class Shape:
 
     Attributes:
         connector: "kvferry", "nixl" for vLLM's own, or "" for an engine that works alone.
+        called: by which name vLLM's configuration has ours.
         role: kv_producer or kv_consumer.
         name: the engine's, by which others find it.
         has_hybrid_blocks: whether layers of several kinds have block tables of their own, and blocks of several sizes.
@@ -57,6 +58,7 @@ class Shape:
 
     model: Path
     connector: str = "kvferry"
+    called: str = "KVFerryConnector"
     role: str = ""
     name: str = ""
     tp: int = 1
@@ -82,7 +84,7 @@ class Shape:
         if self.connector != "kvferry":
             return {"kv_connector": "NixlConnector", "kv_connector_extra_config": dict(self.settings)}
         ours: dict[str, Any] = {
-            "kv_connector": "KVFerryConnector",
+            "kv_connector": self.called,
             "kv_connector_module_path": "kvferry.engines.vllm",
             "kv_connector_extra_config": dict(self.settings),
         }

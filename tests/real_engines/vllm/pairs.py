@@ -11,7 +11,7 @@ from typing import Any
 from tests.real_engines.vllm.engine import EngineProcess, Output, Shape
 from tests.support.registries import RegistryProcess
 
-from kvferry.engines.vllm.parameters import ROOM
+from kvferry.engines.vllm.parameters import ROOM, TRANSFER
 
 COUNT = 12
 """Tokens that are generated for every prompt."""
@@ -73,18 +73,24 @@ class Pair:
     def __init__(self, prefill: EngineProcess, decode: EngineProcess) -> None:
         self.prefill, self.decode = prefill.started(), decode.started()
 
-    def begin(self, name: str, prompt: Sequence[int], count: int = COUNT, choices: int = 1) -> None:
-        """Asks both engines at once, the decode engine first, and it alone for several choices."""
-        room = next(self._rooms)
-        there = self.prefill.shape.name
-        parameters = {"do_remote_prefill": True, "remote_engine_id": there, ROOM: room}
-        self.decode.submit(name, prompt, count, parameters, choices)
-        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
+    def begin(
+        self, name: str, prompt: Sequence[int], count: int = COUNT, choices: int = 1, *, by_transfer: bool = False
+    ) -> None:
+        """Asks both engines at once, the decode engine first, and it alone for several choices.
 
-    def run(self, each: Sequence[Sequence[int]], tag: str) -> list[Output]:
-        """All prompts at once."""
+        Args:
+            by_transfer: whether both are told the transfer's name, and not a room.
+        """
+        of_both = {TRANSFER: f"xfer-{name}"} if by_transfer else {ROOM: next(self._rooms)}
+        there = self.prefill.shape.name
+        parameters = {"do_remote_prefill": True, "remote_engine_id": there, **of_both}
+        self.decode.submit(name, prompt, count, parameters, choices)
+        self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, **of_both})
+
+    def run(self, each: Sequence[Sequence[int]], tag: str, *, by_transfer: bool = False) -> list[Output]:
+        """All prompts at once; see `begin`."""
         for number, prompt in enumerate(each):
-            self.begin(f"{tag}-{number}", prompt)
+            self.begin(f"{tag}-{number}", prompt, by_transfer=by_transfer)
         for number in range(len(each)):
             self.prefill.output(f"{tag}-{number}")
         return [self.decode.output(f"{tag}-{number}") for number in range(len(each))]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import enum
+import inspect
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from examples.tiny_model import write
 from tests.real_engines.vllm.engine import EngineError, EngineProcess, Shape
 
 from kvferry.engines.contract import find
+from kvferry.engines.vllm.engine_names import engine_names
 from kvferry.errors import EngineContractError
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,12 +51,12 @@ def stop_calling_a_hook(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler, "_update_from_kv_xfer_finished", _update_from_kv_xfer_finished)
 
 
-def connector_class() -> Any:
+def connector_class(name: str = "KVFerryConnector") -> Any:
     """Asks for the class as vLLM does when a server starts."""
     factory = find("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory")
     transfer = find("vllm.config:KVTransferConfig")
     return factory.get_connector_class(
-        transfer(kv_connector="KVFerryConnector", kv_connector_module_path="kvferry.engines.vllm", kv_role="kv_both")
+        transfer(kv_connector=name, kv_connector_module_path="kvferry.engines.vllm", kv_role="kv_both")
     )
 
 
@@ -66,6 +69,30 @@ def test_every_line_holds_and_the_version_was_tried(caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING, "kvferry"):
         assert connector_class().__name__ == "KVFerryConnector"
     assert not said_by_us(caplog)
+
+
+def test_by_the_name_of_vllms_own_connector_and_our_path_vllm_loads_ours():
+    """For gateways that refuse other names, such as Dynamo's handler; alone, and within a MultiConnector."""
+    factory = find("vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory")
+    assert connector_class("NixlConnector") is connector_class()
+    assert connector_class() is factory.get_connector_class_by_name("KVFerryConnector"), "its statistics are found so"
+    assert connector_class() is not factory.get_connector_class_by_name("NixlConnector")
+
+
+def test_engines_have_the_names_that_gateways_are_told():
+    """As vLLM's own classes say it; those of data-parallel ranks are formed in `run_engine_core`."""
+    parallel, transfer = find("vllm.config:ParallelConfig"), find("vllm.config:KVTransferConfig")
+    (config, alone) = (
+        SimpleNamespace(
+            kv_transfer_config=transfer(kv_connector="X", kv_role="kv_producer", engine_id="prefill-0"),
+            parallel_config=parallel(data_parallel_size=count, data_parallel_size_local=count),
+        )
+        for count in (2, 1)
+    )
+    assert engine_names(config) == {0: "prefill-0_dp0", 1: "prefill-0_dp1"}
+    assert engine_names(alone) == {0: "prefill-0"}
+    core = find("vllm.v1.engine.core:EngineCoreProc.run_engine_core")
+    assert 'kv_transfer_config.engine_id}_dp{dp_rank}"' in inspect.getsource(core)
 
 
 def test_a_version_that_was_not_tried_starts_and_says_so(

@@ -47,10 +47,10 @@ def are_as_alone(engines: Engines, each: Sequence[Sequence[int]], outputs: Seque
     assert [output.tokens for output in outputs] == engines.alone().started().generate(each, COUNT)
 
 
-def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str) -> None:
+def check(engines: Engines, pair: Pair, each: Sequence[Sequence[int]], tag: str, *, by_transfer: bool = False) -> None:
     """The tokens of all prompts at once are right, and no prompt was computed on the decode side."""
     before = pair.received
-    outputs = pair.run(each, tag)
+    outputs = pair.run(each, tag, by_transfer=by_transfer)
     assert all(output.tokens for output in outputs), pair.said
     are_as_alone(engines, each, outputs)
     assert pair.received - before == len(each), "prompts were computed on the decode side"
@@ -70,7 +70,8 @@ def test_one_server_after_the_other(engines: Engines, both: Pair):
 @pytest.mark.parametrize("prefill_tp", [2, 1])
 def test_ranks_of_different_number(engines: Engines, prefill_tp: int):
     if prefill_tp == 2:
-        pair = Pair(engines.prefill("prefill-tp2", tp=2), engines.decode("decode"))
+        # By the name that gateways want which refuse ours: Dynamo's handler.
+        pair = Pair(engines.prefill("prefill-tp2", tp=2, called="NixlConnector"), engines.decode("decode"))
     else:
         pair = Pair(engines.prefill("prefill"), engines.decode("decode-tp2", tp=2))
     check(engines, pair, prompts(3 + prefill_tp), f"tp{prefill_tp}")
@@ -82,6 +83,14 @@ def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
     each = prompts(7)
     before = pair.prefill.ask("submitted_chunks")
     check(engines, pair, each, "chunked")
+    assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
+
+
+def test_pages_leave_so_too_where_a_gateway_names_the_transfer_to_both(engines: Engines):
+    pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
+    each = prompts(9, 3, shortest=300)
+    before = pair.prefill.ask("submitted_chunks")
+    check(engines, pair, each, "transfer", by_transfer=True)
     assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
 
 

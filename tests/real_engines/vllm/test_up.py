@@ -1,4 +1,7 @@
-"""`kvferry up` with real servers: a stream comes, a server that is killed costs a retry, and nothing is left over."""
+"""`kvferry up` with real servers: a stream comes, a server that is killed costs a retry, and nothing is left over.
+
+Gateways of others, as they are, ask the same servers.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 from examples.tiny_model import write
 from tests.real_engines.deployment import Deployment, deployed
 from tests.real_engines.vllm.engine import ENVIRONMENT
+from tests.support.gateways import GATEWAYS, Gateway
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
@@ -18,7 +22,10 @@ OPTIONS = (
     *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),
     *("--kv-cache-memory-bytes", str(64 << 20), "--shutdown-timeout", "60"),
 )
-UP_OPTIONS = ("--prefill", "2", "--decode", "1", "--decode-options", "--served-model-name '{model}' tiny")
+UP_OPTIONS = (
+    *("--prefill", "2", "--decode", "1", "--decode-options", "--served-model-name '{model}' tiny"),
+    *("--prefill-options", "--middleware kvferry.engines.vllm.engine_names.EngineNames"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +77,31 @@ def test_three_choices_of_one_request_are_those_of_a_server_that_works_alone(dep
     assert len(set(crossed)) == 3
     assert crossed == choices(deployment.server("prefill-0")["url"])
     assert received(deployment) - before == 1, "one fetch for all of them"
+
+
+@pytest.mark.parametrize("kind", GATEWAYS)
+def test_behind_a_gateway_tokens_are_those_of_a_server_that_works_alone(deployment: Deployment, kind: type[Gateway]):
+    alone = deployment.server("prefill-0")["url"]
+    gateway = kind(alone, deployment.server("decode-0")["url"])
+    words = f"w{GATEWAYS.index(kind)} w1 w2 w3 w4 w5 w6 "
+    body: dict[str, Any] = {"model": deployment.model, "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    before = received(deployment)
+    for length in (5, 60):
+        asked = {**body, "prompt": words * length}
+        crossed, right = gateway.ask(asked), deployment.post(alone, **asked)
+        assert crossed.status_code == right.status_code == 200, crossed.text
+        assert crossed.json()["choices"][0]["text"] == right.json()["choices"][0]["text"]
+    assert received(deployment) - before == 2, "prompts were computed on the decode side"
+    stream = gateway.ask({**body, "prompt": words * 7, "stream": True, "stream_options": {"include_usage": True}})
+    assert stream.text.splitlines()[-2:] == ["data: [DONE]", ""], stream.text
+    choices = {**body, "prompt": words * 9, "n": 2, "temperature": 1.0, "seed": 3}
+    texts = [
+        sorted(choice["text"] for choice in answer.json()["choices"])
+        for answer in (gateway.ask(choices), deployment.post(alone, **choices))
+    ]
+    assert texts[0] == texts[1]
+    assert len(set(texts[0])) == 2
+    assert received(deployment) - before == 4, "choices of one request are fetched once"
 
 
 def test_a_prefill_server_that_is_killed_costs_a_retry_and_comes_back(deployment: Deployment):

@@ -2,9 +2,9 @@
 
 `cache_kinds` says which caches are transferred, `layouts` describes them, `heads` finds out which KV heads they have.
 `scheduling` decides in the scheduler what leaves and comes, for the `choices` of a request together; `worker`,
-`outgoing` and `copies` do it in the workers; `parameters` and `steps` are what travels. `guards` refuses what would go
-wrong, `contract` a vLLM that has changed, and `log_handlers` shows in vLLM's log what is said. Only `connector` and
-`metrics` import vLLM.
+`outgoing` and `copies` do it in the workers; `parameters` and `steps` are what travels, and `engine_names` answers
+gateways that ask. `guards` refuses what would go wrong, `contract` a vLLM that has changed, and `log_handlers` shows in
+vLLM's log what is said. Only `connector` and `metrics` import vLLM.
 """
 
 from __future__ import annotations
@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 __all__ = ["KVFerryConnector"]
 
+_NAMES = ("KVFerryConnector", "NixlConnector")
+"""The second is for gateways that refuse connectors which they do not know by name, such as Dynamo's handler: the user
+sets it, beside the path of this module, which vLLM prefers to its own connector of that name. See `guards`."""
+
 
 def __getattr__(name: str) -> Any:
     # vLLM looks the class up here by name. The modules beside it can be imported without vLLM.
-    if name == "KVFerryConnector":
+    if name in _NAMES:
         from kvferry.engines.vllm import contract
         from kvferry.engines.vllm.log_handlers import share_handlers
 

@@ -13,6 +13,10 @@ Where vLLM 0.32 asks for a connector's name, and what ours does there:
 | `MultiConnector`, `KVConnectorFactory.supports_hma_config` | looks classes up by name | ours is registered |
 | `report_usage_stats` | reports the name | nothing to do |
 
+Where ours is called NixlConnector, as Dynamo's handler wants it, the rows that name NIXL's hold for it as well. They
+refuse more than ours does and let nothing pass that ours does not look at itself: `check_turns` compares turns with the
+block size, and ours takes either order of convolutions.
+
 What the NIXL connector refuses in its own constructor is prefill context parallelism on decode servers, and together
 with decode context parallelism unless there is no tensor parallelism: ours takes all of it (`shares`). What it holds
 back of a prompt, for models that draft with several modules, is held back here as well: see `held_back_tokens`.

@@ -1,8 +1,9 @@
 """The parameters that travel with a request: `kv_transfer_params` in its body, and in the answer of the prefill server.
 
 The names are those that vLLM's own connectors and the gateways in front of it use. A gateway sends the prefill server
-`{"do_remote_decode": true}`, and passes what comes back on to the decode server. One that sends to both at once chooses
-the room itself and names it to both, with `kvferry_room`: then pages leave while the prompt is still computed.
+`{"do_remote_decode": true}`, and passes what comes back on to the decode server. One that sends to both at once names
+the transfer to both, and pages leave while the prompt is still computed: by a room that it chooses, `kvferry_room`, or
+by a text, `transfer_id`, as gateways do that know vLLM's Mooncake connector. What else they send is for others.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 from kvferry import check_engine_name
@@ -18,6 +20,10 @@ from kvferry.errors import KVFerryError, UsageError
 ROOM = "kvferry_room"
 LARGEST_ROOM = (1 << 53) - 1
 """Parameters travel as JSON through gateways in languages that know no larger integers."""
+
+TRANSFER = "transfer_id"
+LONGEST_TRANSFER = 256
+"""Characters of a transfer's name. Gateways take "xfer-" and a UUID."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +56,14 @@ def send_parameters(parameters: Mapping[str, Any] | None) -> SendParameters | No
     """Reads what a prefill server is asked for; None if this request is not to be sent.
 
     Raises:
-        UsageError: if the room's number is invalid.
+        UsageError: if the room's number or the transfer's name is invalid.
     """
     if not parameters or not parameters.get("do_remote_decode"):
         return None
-    room = parameters.get(ROOM)
+    room = _named_room(parameters)
     if room is None:
         return SendParameters(1 + secrets.randbelow(LARGEST_ROOM), is_known=False)
-    return SendParameters(_room(room), is_known=True)
+    return SendParameters(room, is_known=True)
 
 
 def receive_parameters(parameters: Mapping[str, Any] | None) -> ReceiveParameters | None:
@@ -77,7 +83,13 @@ def receive_parameters(parameters: Mapping[str, Any] | None) -> ReceiveParameter
         check_engine_name(engine)
     except KVFerryError as error:
         raise UsageError(f"kv_transfer_params: remote_engine_id: {error}") from error
-    return ReceiveParameters(_room(parameters.get(ROOM)), engine)
+    room = _named_room(parameters)
+    if room is None:
+        raise UsageError(
+            f"kv_transfer_params: neither {ROOM} nor {TRANSFER} is there: hand on what the prefill server has "
+            "answered, or name the transfer to both sides"
+        )
+    return ReceiveParameters(room, engine)
 
 
 def answer(params: SendParameters, *, engine: str, request: str, tokens: int) -> dict[str, Any]:
@@ -98,10 +110,32 @@ def answer(params: SendParameters, *, engine: str, request: str, tokens: int) ->
     }
 
 
-def _room(room: object) -> int:
-    if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= LARGEST_ROOM:
+def room_of(transfer: str) -> int:
+    """Returns the room of a transfer that has a name: the same on both sides, and for all that is likely no other's."""
+    digest = blake2b(transfer.encode(errors="surrogatepass"), digest_size=8, person=b"kvferry-room").digest()
+    return int.from_bytes(digest, "big") & LARGEST_ROOM
+
+
+def _named_room(parameters: Mapping[str, Any]) -> int | None:
+    """Returns the room that a gateway has named to both sides, by its number or by the transfer's name."""
+    room, transfer = parameters.get(ROOM), parameters.get(TRANSFER)
+    if room is not None:
+        if not isinstance(room, int) or isinstance(room, bool) or not 0 <= room <= LARGEST_ROOM:
+            raise UsageError(
+                f"kv_transfer_params: {ROOM} is {room!r}: it must be an integer from 0 to {LARGEST_ROOM}, the same on "
+                "both sides, and no other request's"
+            )
+        return room
+    if transfer is None:
+        return None
+    if not isinstance(transfer, str) or not 0 < len(transfer) <= LONGEST_TRANSFER:
         raise UsageError(
-            f"kv_transfer_params: {ROOM} is {room!r}: it must be an integer from 0 to {LARGEST_ROOM}, the same on both "
-            "sides, and no other request's"
+            f"kv_transfer_params: {TRANSFER} is {_shown(transfer)}: it must be a text of 1 to {LONGEST_TRANSFER} "
+            "characters, the same on both sides, and no other request's"
         )
-    return room
+    return room_of(transfer)
+
+
+def _shown(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST_TRANSFER else f"{shown[:40]}... ({len(shown):,} characters)"
