@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
-from kvferry.settings import Settings
+from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
@@ -27,6 +28,7 @@ class NixlDiagnosis(Diagnosis):
 
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield from _installed()
+        yield from _lists(settings)
         yield _device(settings)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
@@ -53,6 +55,24 @@ def _installed() -> Iterator[Finding]:
             )
     if len(found) > 1:
         yield warning("nixl", f"{' and '.join(found)} are both installed", "uninstall the one for the other CUDA")
+
+
+def _lists(settings: Settings) -> Iterator[Finding]:
+    """Whether UCX gets lists of descriptors. Nothing where NIXL is missing, which was said."""
+    try:
+        plugin = plugin_file(load_bindings(), environment())
+    except TransportUnavailableError:
+        return
+    if not settings.nixl_sgl:
+        if plugin is not None and knows_lists(plugin):
+            yield good("lists", "NIXL can hand UCX descriptors as lists, and is not told to (KVFERRY_NIXL_SGL)")
+        return
+    try:
+        check_lists(settings.nixl_backend, plugin)
+    except TransportUnavailableError as problem:
+        yield error("lists", str(problem), "unset KVFERRY_NIXL_SGL")
+        return
+    yield good("lists", "NIXL hands UCX the descriptors of direct writes as lists (KVFERRY_NIXL_SGL)")
 
 
 def _device(settings: Settings) -> Finding:
