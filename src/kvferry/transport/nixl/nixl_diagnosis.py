@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
@@ -15,7 +16,8 @@ from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plug
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
-_ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|")
+_ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<config>[^|]+?)\s*\|")
+_EMULATED = "software emulation"
 
 
 class NixlDiagnosis(Diagnosis):
@@ -32,11 +34,11 @@ class NixlDiagnosis(Diagnosis):
         yield _device(settings)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
-        ways = picked(said)
+        ways = ways_of_writes(said)
         if not ways:
             return WayTaken("UCX does not say which way")
         problems = tuple(_problems(ways, is_local=is_local))
-        return WayTaken(f"UCX takes {', '.join(ways)}", problems)
+        return WayTaken(f"UCX takes {', '.join(dict.fromkeys(way.config for way in ways))}", problems)
 
 
 def _installed() -> Iterator[Finding]:
@@ -91,8 +93,14 @@ def _device(settings: Settings) -> Finding:
     return good("devices", f"NIXL uses {used} (KVFERRY_NIXL_DEVICE)")
 
 
-def _problems(ways: list[str], *, is_local: bool) -> Iterator[Finding]:
-    if not all("tcp" in way for way in ways):
+def _problems(ways: list[Way], *, is_local: bool) -> Iterator[Finding]:
+    if emulated := [way.config for way in ways if way.is_emulated]:
+        yield warning(
+            "wire",
+            f"UCX emulates writes over {', '.join(emulated)}: the receiver's processor copies what arrives",
+            "look at UCX_TLS, which must not leave out cuda where memory is a GPU's, and at docs/gpu.md",
+        )
+    if not all("tcp" in way.config for way in ways):
         return
     if is_local:
         yield warning(
@@ -108,9 +116,27 @@ def _problems(ways: list[str], *, is_local: bool) -> Iterator[Finding]:
         )
 
 
-def picked(said: str) -> list[str]:
-    """Returns the ways that UCX says it has picked for writes, in the order of its saying so."""
-    found: dict[str, None] = {}
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How UCX writes lengths of some range.
+
+    Attributes:
+        config: the transport and its device, such as cuda_ipc/cuda or rc_mlx5/mlx5_0:1; several where it stripes.
+        how: UCX's protocol, such as zero-copy, or "software emulation", where the other side's processor copies.
+    """
+
+    config: str
+    how: str
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the receiver's processor must copy what arrives."""
+        return _EMULATED in self.how
+
+
+def ways_of_writes(said: str) -> list[Way]:
+    """Returns what UCX says (`UCX_PROTO_INFO=y`) it has picked for writes, each once, in the order of its saying so."""
+    found: dict[Way, None] = {}
     is_of_writes = False
     for line in said.splitlines():
         if _TITLE in line:
@@ -118,5 +144,5 @@ def picked(said: str) -> list[str]:
         elif " by ucp_" in line:
             is_of_writes = False
         elif is_of_writes and (row := _ROW.search(line)) and ".." in row["range"]:
-            found[row["config"]] = None
+            found[Way(row["config"], row["how"])] = None
     return list(found)
