@@ -127,9 +127,13 @@ def test_what_is_handed_over_as_a_list_arrives(monkeypatch: pytest.MonkeyPatch):
         return told(hands_lists=hands_lists)
 
     monkeypatch.setattr("kvferry.transport.nixl.transport.told", watched)
-    monkeypatch.setattr(
-        kit, "make", lambda name: kit.made.append(NixlTransport(name, hands_lists=True)) or kit.made[-1]
-    )
+
+    def make(name: str) -> NixlTransport:
+        made = NixlTransport(name, hands_lists=True)
+        kit.made.append(made)
+        return made
+
+    monkeypatch.setattr(kit, "make", make)
     try:
         pair = connected(kit)
         lists = pair.lists([(0, 48, 64, 64)], [(0, 48, 64, 64)])

@@ -12,7 +12,9 @@ from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.placement import placement
 from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
+from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
@@ -31,6 +33,7 @@ class NixlDiagnosis(Diagnosis):
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield from _installed()
         yield from _lists(settings)
+        yield from placement(settings, read_topology())
         yield _device(settings)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
