@@ -78,8 +78,8 @@ def environment_of(unpacked: Path | None, given: Mapping[str, str]) -> dict[str,
 
 
 def gpu_tests() -> list[str]:
-    """Returns the files that have tests marked `gpu`."""
-    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    """Returns the files that have tests marked `gpu`, but for those that are probes of other sections."""
+    files = sorted(set((ROOT / "tests").rglob("test_*.py")) - {ROOT / "tests" / "processes" / "test_on_one_gpu.py"})
     return [str(file.relative_to(ROOT)) for file in files if "mark.gpu" in file.read_text(encoding="utf-8")]
 
 

@@ -14,7 +14,7 @@ from kvferry.staging import Kernels
 GIB = 1 << 30
 POOL_BYTES = 9 * GIB
 _MAP_NORESERVE = 0x4000  # mmap has a name for it from Python 3.13 on
-SHAPES = {
+FAR_BLOCKS = {
     "blocks beyond 4 GiB": (BlockShape(((16, 2048),), 1024), (5 * GIB + 4096, 8 * GIB + 16, (1 << 32) - 512)),
     "runs of a block 5 GiB apart": (BlockShape(((2, 5 * GIB),), 256), (64, 3 * GIB + 64)),
     "loops of 2 and of 4 GiB": (BlockShape(((2, 1 << 32), (2, 1 << 31), (2, 4096)), 64), (128, 2 * GIB - 64)),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
-from tests.support.sparse import SHAPES, check_far_blocks
+from tests.support.sparse import FAR_BLOCKS, check_far_blocks
 from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, check_round_trip, check_scatter
 from tests.support.tiers import examples
 
@@ -48,7 +48,7 @@ def test_scattering_writes_the_blocks_and_nothing_else(case: Case):
     check_scatter(interpreted, case, "cpu")
 
 
-@pytest.mark.parametrize(("shape", "blocks"), SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(("shape", "blocks"), FAR_BLOCKS.values(), ids=FAR_BLOCKS)
 def test_offsets_beyond_what_32_bits_count(shape: BlockShape, blocks: tuple[int, ...]):
     check_far_blocks(interpreted, shape, blocks)
 
