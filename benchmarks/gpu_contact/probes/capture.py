@@ -68,6 +68,8 @@ class Attaching:
     def __init__(self, device: DeviceName, receiver: Receiver, num_bytes: int) -> None:
         self._device: DeviceName = device
         self._receiver, self._num_bytes = receiver, num_bytes
+        # The engine's, which is there before anybody captures; taking it would wait for the device.
+        self._pool, self._staging = (memory(num_bytes, device) for _ in range(2))
         self._stop = threading.Event()
         self.problem: str | None = None
         self.rounds = 0
@@ -95,7 +97,7 @@ class Attaching:
             import torch
 
             torch.cuda.set_device(0)
-        pool, staging = (memory(self._num_bytes, self._device) for _ in range(2))
+        pool, staging = self._pool, self._staging
         transport = sender()
         transport.register([pool.region], pool.device)
         transport.register([staging.region], staging.device)

@@ -12,7 +12,7 @@ ROWS = 32
 COLUMNS = 32
 """Words of 8 bytes of every run in a tile."""
 
-WORD_BYTES = 8
+VECTOR_BYTES = 16
 
 
 @triton.jit
@@ -21,12 +21,12 @@ def nothing(value):
     tl.load(value)
 
 
-@triton.jit(do_not_specialize=["num_runs", "run_words", "tiles_per_run"])
+@triton.jit(do_not_specialize=["num_runs", "run_vectors", "tiles_per_run"])
 def copy_runs_to_runs(
     sources,
     targets,
     num_runs: tl.int32,
-    run_words: tl.int64,
+    run_vectors: tl.int64,
     tiles_per_run: tl.int32,
     ROWS: tl.constexpr,  # noqa: N803
     COLUMNS: tl.constexpr,  # noqa: N803
@@ -37,7 +37,7 @@ def copy_runs_to_runs(
         sources: address of each run, a multiple of 16: int64 array.
         targets: address of where it goes, likewise.
         num_runs: how many there are.
-        run_words: the length of each in words of 8 bytes, an even number.
+        run_vectors: the length of each in vectors of 16 bytes, so that the compiler knows that none is cut.
         tiles_per_run: programs that share a run.
         ROWS: runs of a tile.
         COLUMNS: words of a tile.
@@ -50,7 +50,7 @@ def copy_runs_to_runs(
     target = tl.load(targets + runs, mask=exists, other=0).to(tl.pointer_type(tl.int64))
     source_at = tl.multiple_of(source, 16)[:, None] + words[None, :]
     target_at = tl.multiple_of(target, 16)[:, None] + words[None, :]
-    mask = exists[:, None] & (words < run_words)[None, :]
+    mask = exists[:, None] & (words < run_vectors * 2)[None, :]
     tl.store(target_at, tl.load(source_at, mask=mask), mask=mask)
 
 
@@ -62,7 +62,7 @@ def copy_runs(sources, targets, run_bytes: int) -> None:
         targets: another.
         run_bytes: of every run, a multiple of 16.
     """
-    words = run_bytes // WORD_BYTES
-    tiles = -(-words // COLUMNS)
+    vectors = run_bytes // VECTOR_BYTES
+    tiles = -(-vectors // (COLUMNS // 2))
     programs = -(-len(sources) // ROWS) * tiles
-    copy_runs_to_runs[(programs,)](sources, targets, len(sources), words, tiles, ROWS=ROWS, COLUMNS=COLUMNS)
+    copy_runs_to_runs[(programs,)](sources, targets, len(sources), vectors, tiles, ROWS=ROWS, COLUMNS=COLUMNS)

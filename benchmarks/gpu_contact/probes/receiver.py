@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 import uuid
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from types import TracebackType
 
@@ -77,7 +78,8 @@ class Receiver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pipe.send(None)
+        with suppress(OSError):  # it has ended, which whoever asked it has met before
+            self._pipe.send(None)
         self._process.join(10)
 
 
