@@ -99,6 +99,8 @@ def show_plan(asked: Sequence[Section], wheels_from: Path, out: Path | None, no_
         if count
         else f"There are no wheels in {wheels_from}: what this Python has would have to do (make gpu-wheels)"
     )
+    for problem in list(wheels.unfit(wheels_from, sys.version_info[:2]))[:1]:
+        print(f"They do not fit this Python: {problem}{platform.python_version().rpartition('.')[0]}")
     total = sum(section.limit_s for section in asked)
     print(f"Then {len(asked)} sections would run, one after the other, in {total:g} s at most of {TOTAL_S:g}:\n")
     for number, section in enumerate(asked, 1):
@@ -203,11 +205,11 @@ def main(given: Sequence[str] | None = None) -> None:
         return
     if typed.out is None:
         parser.error("--out FOLDER (make gpu-contact OUT=FOLDER) is needed, or --dry-run")
-    environment = environment_of(unpacked(typed.wheels, ROOT / ".gpu-packages"), os.environ)
-    seen, no_gpu = gpu(environment)
+    seen, no_gpu = gpu(environment_of(None, os.environ))  # torch is the machine's own
     if no_gpu and not typed.rehearse:
         print(f"make gpu-contact: a GPU asked for where {no_gpu}; --dry-run says what it would do", file=sys.stderr)
         sys.exit(NO_GPU)
+    environment = environment_of(unpacked(typed.wheels, ROOT / ".gpu-packages"), os.environ)
     found = ask(asked, typed.out, environment, machine(seen), total_s=typed.total_s)
     print(f"written: {typed.out / 'contact.md'}")
     sys.exit(not is_well(found))
