@@ -150,7 +150,14 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--python-version", default="3.12", help="of the other machine")
     parser.add_argument("--cuda", choices=("12", "13"), default="13", help="its CUDA's major version")
     parser.add_argument("--machine", default=platform.machine(), help="its processors, such as x86_64 or aarch64")
+    parser.add_argument("--unpack", type=Path, help="fill nothing: unpack this folder of wheels into the one of --to")
     typed = parser.parse_args(given)
+    if typed.unpack is not None:
+        if problem := next(unfit(typed.unpack, sys.version_info[:2]), None):
+            sys.exit(f"{problem}{platform.python_version().rpartition('.')[0]}")
+        unpack(typed.unpack, typed.to)
+        print(f"PYTHONPATH={typed.to.resolve()}")
+        return
     try:
         fill(typed.to, typed.python_version, typed.cuda, typed.machine)
     except subprocess.CalledProcessError as error:

@@ -16,14 +16,11 @@ pytest.importorskip("torch")
 @pytest.mark.full
 def test_a_rehearsal_on_the_cpu_asks_and_writes(tmp_path: Path):
     command = [sys.executable, "-m", "benchmarks.gpu_contact", "--rehearse", "--out", str(tmp_path), "--wheels", "none"]
-    run = subprocess.run(
-        [*command, "--sections", "bulk,gather-call"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    run = subprocess.run([*command, "--sections", "bulk"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    bulk, call = json.loads((tmp_path / "contact.json").read_text())["sections"]
-    assert (bulk["outcome"], bulk["result"]["exact"], call["outcome"]) == ("done", True, "done")
+    (bulk,) = json.loads((tmp_path / "contact.json").read_text())["sections"]
+    assert (bulk["outcome"], bulk["result"]["exact"]) == ("done", True)
     assert [way["emulated"] for way in bulk["result"]["ways"]] == [False]
-    assert call["result"]["microseconds"]["python"]["p50"] > 0
     assert "What was expected" in (tmp_path / "contact.md").read_text()
 
 

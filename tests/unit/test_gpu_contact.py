@@ -67,6 +67,7 @@ def test_a_command_that_fails_says_its_last_words_and_what_it_found_before(tmp_p
     assert (missing.outcome, "could not be started" in missing.why) == (Outcome.FAILED, True)
 
 
+@pytest.mark.full
 def test_a_command_that_hangs_costs_its_limit_and_leaves_nobody_behind(tmp_path: Path):
     before = time.monotonic()
     answer = run(HANGS, tmp_path, limit_s=2.0)
