@@ -54,6 +54,7 @@ def test_offsets_beyond_what_32_bits_count(shape: BlockShape, blocks: tuple[int,
 
 
 def test_pages_go_straight_into_pages_by_the_kernel_of_the_first_contact():
+    import torch
     from benchmarks.gpu_contact.probes.device_kernels import copy_runs
 
     for run_bytes, count in ((256, 70), (1024, 33), (48, 5)):
