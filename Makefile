@@ -36,6 +36,15 @@ SEED ?=
 PLANTED ?=
 # The tests' etcd: the one that is installed, or else Debian's, unpacked here.
 ETCD := .etcd/usr/bin/etcd
+# Of the machine with a GPU that `make gpu-wheels` fills a folder for: its Python, CUDA's major version, its processors.
+PYTHON_VERSION ?= 3.12
+CUDA ?= 13
+MACHINE ?= $(shell uname -m)
+GPU_WHEELS := .gpu-wheels
+# Where `make gpu-contact` and the parts of `make bench-gpu` write; which sections, and which part.
+OUT ?= .gpu-contact
+SECTIONS ?=
+PART ?=
 # How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
 SOAK_FLAGS ?=
@@ -45,7 +54,7 @@ UPGRADE_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-hosts test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu soak upgrade clean
+.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-hosts test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu gpu-wheels gpu-contact soak upgrade clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -72,7 +81,9 @@ help:
 	@echo "make docs    write what the documents say about the code from the code"
 	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
-	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there"
+	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there (PART=1 to 3 for a part, into OUT=)"
+	@echo "make gpu-wheels    a folder of wheels for a machine with a GPU and no network (PYTHON_VERSION=3.12 CUDA=13)"
+	@echo "make gpu-contact   there: what is worth knowing of its GPU, in ten minutes, into OUT= (DRY_RUN=1, SECTIONS=bulk,kernels)"
 	@echo "make soak    set up, then 1,000 rooms in flight and random faults (MINUTES=10 SOAK_FLAGS='--seed 1')"
 	@echo "make upgrade set up, then replace every process by the newer release under load (REQUESTS=10000)"
 	@echo "make clean   remove the environment and all caches"
@@ -212,11 +223,14 @@ test-engines-long: $(VLLM_INSTALLED) $(SGLANG_INSTALLED)
 	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS) --tier long -m long --junitxml=$(DURATIONS)/vllm-long.xml
 	$(SGLANG_PYTHON) -m pytest $(SGLANG_TESTS) --tier long -m long --junitxml=$(DURATIONS)/sglang-long.xml
 
+# What PYTHONPATH has stays there, after this tree: on a machine with a GPU packages may be unpacked anywhere.
+GPU_PYTHON = PYTHONPATH=$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON)
+
 # Needs torch, Triton, a NIXL wheel, pytest with hypothesis and pytest-timeout, and what kvferry imports; no network.
 test-gpu:
 	@$(PYTHON) -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
 		{ echo "make test-gpu: a GPU asked for where there is none that the torch of $(PYTHON) can use"; exit 1; }
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
+	$(GPU_PYTHON) -m pytest -m gpu $(shell grep -rl --include='test_*.py' 'mark\.gpu' tests)
 
 fuzz: $(INSTALLED)
 	$(VENV)/bin/python -m pytest tests/fuzz --fuzz-seconds $$(($(MINUTES) * 60))
@@ -245,7 +259,14 @@ bench-memory: $(INSTALLED)
 
 # Installs nothing: machines with a GPU may have no network. What $(PYTHON) has must do.
 bench-gpu:
-	PYTHONPATH=src $(PYTHON) -m benchmarks.standard --device cuda
+	$(GPU_PYTHON) -m benchmarks.standard --device cuda$(if $(PART), --part $(PART) --into $(OUT))
+
+# Downloads, and sets nothing up: the folder is carried to a machine without a network, where `make gpu-contact` finds it.
+gpu-wheels:
+	$(PYTHON) -m benchmarks.gpu_contact.wheels --to $(GPU_WHEELS) --python-version $(PYTHON_VERSION) --cuda $(CUDA) --machine $(MACHINE)
+
+gpu-contact:
+	$(GPU_PYTHON) -m benchmarks.gpu_contact --wheels $(GPU_WHEELS) --out $(OUT)$(if $(SECTIONS), --sections $(SECTIONS))$(if $(DRY_RUN), --dry-run)
 
 soak: $(INSTALLED)
 	$(VENV)/bin/python -m benchmarks.soak --minutes $(MINUTES) $(SOAK_FLAGS)
@@ -254,4 +275,4 @@ upgrade: $(INSTALLED) etcd
 	$(VENV)/bin/python -m benchmarks.upgrade --requests $(REQUESTS) $(UPGRADE_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd $(GPU_WHEELS) .gpu-packages .gpu-contact site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

@@ -58,16 +58,28 @@ logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # every phase ends with
 Connection = multiprocessing.connection.Connection
 
 
-def pool(request_pages: int) -> tuple[list[np.ndarray], kf.RankLayout]:
+def pool(request_pages: int, device: str = "cpu") -> tuple[list[Any], kf.RankLayout]:
     """Memory for as many requests as are in flight, which must outlive the endpoint, and its layout."""
     components = kf.attention_components(num_layers=LAYERS, num_kv_heads=HEADS, head_dim=HEAD_DIM, dtype="float16")
-    memory, shards = [], []
+    memory: list[Any] = []
+    shards = []
     for component in components:
         shape = (IN_FLIGHT * request_pages, PAGE_TOKENS, HEADS, HEAD_DIM)
-        tensors = [np.ones(shape, np.float16) for _ in range(LAYERS)]
+        tensors = [ones(shape, device) for _ in range(LAYERS)]
         memory += tensors
         shards.append(kf.shard_from_tensors(component, tensors, dims=("page", "token", "head", "dim")))
     return memory, kf.RankLayout(shards=tuple(shards))
+
+
+def ones(shape: tuple[int, ...], device: str) -> Any:
+    """Makes a tensor of a device, or an array."""
+    if device == "cpu":
+        return np.ones(shape, np.float16)
+    import torch
+
+    tensor = torch.ones(shape, dtype=torch.float16, device=device)
+    torch.cuda.synchronize()
+    return tensor
 
 
 def page_sets(request_pages: int) -> list[np.ndarray]:
@@ -128,7 +140,13 @@ def endpoint_of(side: str, engine: str, path: str, registry_url: str, layout: kf
 
 
 def other_process(
-    connection: Connection, side: str, name: str, path: str, request_pages: int, registry_url: str | None
+    connection: Connection,
+    side: str,
+    name: str,
+    path: str,
+    request_pages: int,
+    registry_url: str | None,
+    device: str = "cpu",
 ) -> None:
     """Runs requests when it is told to, until it is told to stop: the peer of both others, or what transfers apart."""
     registry = kf.create_registry(kf.Settings(registry_port=0)) if registry_url is None else None
@@ -136,7 +154,7 @@ def other_process(
         registry.start()
         registry_url = registry.url
     assert registry_url is not None
-    memory, layout = pool(request_pages)
+    memory, layout = pool(request_pages, device)
     with endpoint_of(side, name, path, registry_url, layout) as endpoint:
         connection.send(registry_url)
         while (message := connection.recv()) is not None:
@@ -290,7 +308,7 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
 class Others:
     """The other processes."""
 
-    def __init__(self, side: str, path: str, request_pages: int) -> None:
+    def __init__(self, side: str, path: str, request_pages: int, device: str = "cpu") -> None:
         context = multiprocessing.get_context("spawn")
         self._pipes: dict[str, Connection] = {}
         self._processes = []
@@ -300,7 +318,7 @@ class Others:
             self._processes.append(
                 context.Process(
                     target=other_process,
-                    args=(theirs, its_side, name, path, request_pages, self.registry_url),
+                    args=(theirs, its_side, name, path, request_pages, self.registry_url, device),
                     daemon=True,  # ends with this process, where something fails
                 )
             )

@@ -2,6 +2,8 @@
 
     python -m benchmarks.standard                 # in main memory, as `make bench`
     python -m benchmarks.standard --device cuda   # in the memory of one GPU, as `make bench-gpu`
+    python -m benchmarks.standard --device cuda --part 1 --into parts   # a part of it, in under 8 minutes
+    python -m benchmarks.standard --device cuda --load parts/*.json     # the page from all parts
 
 One step after the other, each in processes of its own, so that none disturbs another. A step that fails is shown as
 such, and the others go on. The exit code is 0 only if every step ran and every byte was right; whether targets were
@@ -18,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,11 @@ from benchmarks.standard_page import is_exact, section, with_section
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
 LONGEST_STEP_S = 240.0
+
+PARTS = (("equal", "2->1", "one-token"), ("1->2", "4->2", "steady"), ("submit", "idle", "first", "growth"))
+"""Steps that are run together where a command may take only so long: on a GPU that is lent."""
+
+LONGEST_PART_S = 450.0
 
 _REQUEST = "--preset qwen3-32b --tokens 2048 --in-flight 4"
 _PACKAGES = ("numpy", "nixl-cu13", "nixl-cu12")
@@ -56,7 +63,7 @@ def steps(device: str) -> dict[str, str]:
     }
 
 
-def run_step(command: str) -> dict[str, Any]:
+def run_step(command: str, longest_s: float = LONGEST_STEP_S) -> dict[str, Any]:
     """Runs a step; returns its command with what it printed, or with why there is nothing."""
     program, *arguments = shlex.split(command)
     module = ["-m", "kvferry"] if program == "kvferry" else []
@@ -68,11 +75,11 @@ def run_step(command: str) -> dict[str, Any]:
             env=environment,
             capture_output=True,
             text=True,
-            timeout=LONGEST_STEP_S,
+            timeout=longest_s,
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return {"command": command, "error": f"not through after {LONGEST_STEP_S:g} s"}
+        return {"command": command, "error": f"not through after {longest_s:g} s"}
     try:
         return {"command": command, "result": json.loads(done.stdout.strip().splitlines()[-1])}
     except (IndexError, ValueError):
@@ -130,18 +137,33 @@ def check_device(device: str) -> None:
         sys.exit(f"a GPU was asked for where there is none that torch {torch.__version__} can use")
 
 
-def measure(device: str, wanted: list[str] | None) -> dict[str, Any]:
-    """Runs all steps, or those that are named."""
+def measure(device: str, wanted: Sequence[str] | None, longest_s: float = LONGEST_STEP_S) -> dict[str, Any]:
+    """Runs all steps, or those that are named, none for longer than that."""
     started = time.monotonic()
     found: dict[str, Any] = {}
     for name, command in steps(device).items():
         if wanted is not None and name not in wanted:
             continue
         print(f"{time.monotonic() - started:5.0f} s  {command}", file=sys.stderr, flush=True)
-        found[name] = run_step(command)
+        found[name] = run_step(command, longest_s)
         if "error" in found[name]:
             print(f"         {found[name]['error']}", file=sys.stderr, flush=True)
     return {"device": device, "machine": machine(device), "seconds": time.monotonic() - started, "steps": found}
+
+
+def together(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Makes one run of several, of which each has some of the steps; of a step that two have, the later counts.
+
+    Raises:
+        ValueError: if they are not of one kind of machine, with what differs.
+    """
+    first, *others = runs
+    for other in others:
+        for what in ("device", "machine"):
+            if other[what] != first[what]:
+                raise ValueError(f"figures of two machines make no page: {what} is {first[what]} and {other[what]}")
+    steps_of_all = {name: step for run in runs for name, step in run["steps"].items()}
+    return {**first, "seconds": sum(run["seconds"] for run in runs), "steps": steps_of_all}
 
 
 def write(page: Path, run: Mapping[str, Any]) -> None:
@@ -156,17 +178,32 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, default=PAGE, help="the page; docs/benchmarks.md by default")
     parser.add_argument("--steps", help=f"only some, separated by commas: {', '.join(steps('cpu'))}")
+    parser.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1), help="only a part, in under 8 minutes")
+    parser.add_argument("--into", type=Path, help="a folder for a part's JSON and page, instead of --save and --output")
     parser.add_argument("--save", type=Path, help="also write what was measured, as JSON")
-    parser.add_argument("--load", type=Path, help="measure nothing: write the page from what --save wrote")
+    parser.add_argument(
+        "--load", type=Path, nargs="+", help="measure nothing: write the page from what --save wrote, all parts of it"
+    )
     typed = parser.parse_args()
     wanted = None if typed.steps is None else typed.steps.split(",")
+    longest_s = LONGEST_STEP_S
+    if typed.part is not None:
+        wanted = list(PARTS[typed.part - 1])
+        longest_s = LONGEST_PART_S / len(wanted)
+    if typed.into is not None:
+        typed.into.mkdir(parents=True, exist_ok=True)
+        name = f"bench-{typed.device}" + (f"-{typed.part}" if typed.part is not None else "")
+        typed.save, typed.output = typed.into / f"{name}.json", typed.into / f"{name}.md"
     if wanted is not None and (unknown := set(wanted) - set(steps(typed.device))):
         parser.error(f"--steps {typed.steps}: {', '.join(sorted(unknown))} is none of {', '.join(steps('cpu'))}")
     if typed.load is not None:
-        run = json.loads(typed.load.read_text(encoding="utf-8"))
+        try:
+            run = together([json.loads(file.read_text(encoding="utf-8")) for file in typed.load])
+        except ValueError as error:
+            parser.error(f"--load: {error}")
     else:
         check_device(typed.device)
-        run = measure(typed.device, wanted)
+        run = measure(typed.device, wanted, longest_s)
     if typed.save is not None:
         typed.save.write_text(json.dumps(run, indent=1), encoding="utf-8")
     write(typed.output, run)

@@ -6,10 +6,13 @@ wins over the default.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import re
 import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -149,6 +152,12 @@ class Settings(BaseSettings):
     )
     nixl_progress_delay_us: int = Field(
         50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
+    )
+    nixl_sgl: bool = Field(
+        False,
+        description="Hand UCX the descriptors of a direct write as a list (NIXL_UCX_SGL_ENABLE) instead of one by one, "
+        "which it may copy in batches between GPUs and over RDMA; of the prefill side, refused where NIXL cannot. "
+        "docs/gpu.md.",
     )
 
     nixl_device: str | None = Field(
@@ -556,6 +565,27 @@ class Settings(BaseSettings):
 def environment() -> dict[str, str]:
     """Returns all of this process's environment, for tools that show it or pass it on."""
     return dict(os.environ)
+
+
+_changing = threading.Lock()  # global, since the environment is the process's
+
+
+@contextlib.contextmanager
+def environment_with(name: str, value: str) -> Iterator[None]:
+    """Sets a variable for as long as a library starts that reads it and can be told in no other way.
+
+    One such library at a time, so that what was there before is there afterwards.
+    """
+    with _changing:
+        before = os.environ.get(name)
+        os.environ[name] = value
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before
 
 
 def is_wildcard(host: str) -> bool:

@@ -20,6 +20,18 @@ LONG = sorted(
 )
 
 
+@pytest.mark.parametrize("target", ["test-gpu", "bench-gpu", "gpu-contact"])
+def test_what_runs_on_a_machine_with_a_gpu_keeps_its_path(target: str):
+    run = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)
+    (command,) = [line for line in run.stdout.splitlines() if "PYTHONPATH=" in line]
+    path = command.partition("PYTHONPATH=")[2].partition(" ")[0]
+    for given, expected in (("", [f"{ROOT}/src"]), ("/unpacked", [f"{ROOT}/src", "/unpacked"])):
+        said = subprocess.run(
+            ["sh", "-c", f"echo {path}"], env={"PYTHONPATH": given}, capture_output=True, text=True, check=True
+        )
+        assert said.stdout.strip().split(":") == expected
+
+
 def runs_of_pytest(target: str) -> list[list[str]]:
     """The arguments of every run of pytest that a target of the Makefile is made of, parts of parts included."""
     run = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=False)

@@ -262,10 +262,24 @@ def test_the_machine_is_described_and_not_named():
     assert "/" not in text.replace(" / ", " ")
 
 
-def test_a_step_that_fails_says_its_last_words(monkeypatch: pytest.MonkeyPatch):
+def test_a_step_that_fails_says_its_last_words():
     assert standard.run_step("kvferry bench --preset huge")["error"].startswith("exit code 2: kvferry: SettingsError")
-    monkeypatch.setattr(standard, "LONGEST_STEP_S", 0.01)
-    assert standard.run_step("python -c 'import time; time.sleep(5)'")["error"] == "not through after 0.01 s"
+    assert standard.run_step("python -c 'import time; time.sleep(5)'", 0.01)["error"] == "not through after 0.01 s"
+
+
+def test_parts_have_all_steps_and_end_in_under_eight_minutes():
+    assert sorted(step for part in standard.PARTS for step in part) == sorted(standard.steps("cuda"))
+    assert standard.LONGEST_PART_S < 480
+
+
+def test_parts_make_one_run_if_they_are_of_one_machine():
+    first = {"device": "cuda", "machine": {"GPU": "A"}, "seconds": 3.0, "steps": {"equal": {"result": 1}, "idle": 0}}
+    second = {"device": "cuda", "machine": {"GPU": "A"}, "seconds": 4.0, "steps": {"idle": {"result": 2}}}
+    run = standard.together([first, second])
+    assert run["steps"] == {"equal": {"result": 1}, "idle": {"result": 2}}
+    assert run["seconds"] == 7
+    with pytest.raises(ValueError, match=r"machine is .*A.* and .*B"):
+        standard.together([first, {**second, "machine": {"GPU": "B"}}])
 
 
 def test_a_gpu_that_is_not_there_ends_the_command(monkeypatch: pytest.MonkeyPatch):

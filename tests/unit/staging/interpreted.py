@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
+from tests.support.sparse import FAR_BLOCKS, check_far_blocks
 from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, check_round_trip, check_scatter
 from tests.support.tiers import examples
 
@@ -45,6 +46,25 @@ def test_gathering_packs_the_blocks_and_nothing_else(case: Case):
 @settings(max_examples=examples(100))
 def test_scattering_writes_the_blocks_and_nothing_else(case: Case):
     check_scatter(interpreted, case, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "blocks"), FAR_BLOCKS.values(), ids=FAR_BLOCKS)
+def test_offsets_beyond_what_32_bits_count(shape: BlockShape, blocks: tuple[int, ...]):
+    check_far_blocks(interpreted, shape, blocks)
+
+
+def test_pages_go_straight_into_pages_by_the_kernel_of_the_first_contact():
+    import torch
+    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+
+    for run_bytes, count in ((256, 70), (1024, 33), (48, 5)):
+        source = torch.randint(0, 256, (100, run_bytes), dtype=torch.uint8)
+        target = torch.zeros_like(source)
+        order = torch.from_numpy(np.random.default_rng(count).permutation(100)[:count])
+        places = torch.arange(count) * run_bytes
+        copy_runs(source.data_ptr() + order * run_bytes, target.data_ptr() + places, run_bytes)
+        assert torch.equal(target[:count], source[order])
+        assert not target[count:].any()
 
 
 @given(cases())

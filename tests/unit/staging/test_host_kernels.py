@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.support.sparse import FAR_BLOCKS, check_far_blocks
 from tests.support.staging import ODD_CASES, Case, check_gather, check_round_trip, check_scatter
 from tests.support.waiting import eventually
 
@@ -34,6 +35,11 @@ HEADS = BlockShape(((16, 2048),), 1024)
 @pytest.mark.parametrize("check", [check_gather, check_scatter, check_round_trip])
 def test_odd_shapes(check: Callable[..., None], case: Case):
     check(HostKernels, case, "cpu")
+
+
+@pytest.mark.parametrize(("shape", "blocks"), FAR_BLOCKS.values(), ids=FAR_BLOCKS)
+def test_offsets_beyond_what_32_bits_count(shape: BlockShape, blocks: tuple[int, ...]):
+    check_far_blocks(HostKernels, shape, blocks)
 
 
 BLOCKS_OF_MIB = {

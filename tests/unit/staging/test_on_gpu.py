@@ -146,6 +146,33 @@ def test_a_copy_does_not_wait_for_the_engine(layers: Layers):
         torch.cuda.synchronize()
 
 
+def test_offsets_beyond_what_32_bits_count():
+    gib, block = 1 << 30, BlockShape(((16, 2048),), 1024)
+    far = np.array([4 * gib - 512, 5 * gib, 5 * gib + 65536], np.int64)
+    shapes = {"far blocks": (block, far), "far runs": (BlockShape(((2, 5 * gib),), 256), far[:1] - 4 * gib + 1024)}
+    pool = torch.zeros(6 * gib, dtype=torch.uint8, device="cuda")
+    kernels = kernels_for([Region(pool.data_ptr(), pool.numel())], GPU)
+    for shape, blocks in shapes.values():
+        pool.zero_()
+        with allocate(len(blocks) * shape.num_bytes, GPU) as memory:
+            content = torch.randint(1, 256, (len(blocks), shape.num_bytes // shape.length, shape.length)).to(
+                torch.uint8
+            )
+            (count, stride), *_ = shape.loops
+            for start, runs in zip(blocks.tolist(), content, strict=True):
+                for number, run in enumerate(runs):
+                    pool[start + number * stride :][: shape.length] = run.cuda()
+            torch.cuda.synchronize()
+            kernels.gather(pool.data_ptr() + blocks, shape, memory.address)
+            pool.zero_()
+            torch.cuda.synchronize()
+            kernels.scatter(memory.address, pool.data_ptr() + blocks, shape)
+            for start, runs in zip(blocks.tolist(), content, strict=True):
+                for number, run in enumerate(runs):
+                    assert torch.equal(pool[start + number * stride :][: shape.length].cpu(), run)
+            assert count * len(blocks) * shape.length == torch.count_nonzero(pool).item()
+
+
 def test_blocks_outside_the_pool_are_refused(layers: Layers):
     highest = max(tensor.data_ptr() for tensor in layers.tensors) + 8 * MIB
     with allocate(MIB, GPU) as memory:

@@ -36,6 +36,26 @@ def test_aligned_runs_move_16_bytes_an_instruction(loops: int, gather: bool, cap
     assert not {"st.global.b64", "st.global.b32", "st.global.b8"} & set(found)
 
 
+@pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
+def test_the_kernel_of_the_first_contact_moves_16_bytes_an_instruction(capability: int):
+    triton = pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    from benchmarks.gpu_contact.probes.device_kernels import COLUMNS, ROWS, copy_runs_to_runs, nothing
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    target = GPUTarget("cuda", capability, 32)
+    signature = {"sources": "*i64", "targets": "*i64", "num_runs": "i32", "run_vectors": "i64", "tiles_per_run": "i32"}
+    source = ASTSource(
+        copy_runs_to_runs,
+        {**signature, "ROWS": "constexpr", "COLUMNS": "constexpr"},
+        constexprs={"ROWS": ROWS, "COLUMNS": COLUMNS},
+    )
+    found = set(re.findall(r"\b(?:ld|st)\.global\S*", triton.compile(source, target=target).asm["ptx"]))
+    assert {"ld.global.v2.b64", "st.global.v2.b64"} <= found
+    assert "st.global.b64" not in found
+    assert triton.compile(ASTSource(nothing, {"value": "*i64"}), target=target).asm["ptx"]
+
+
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])
 def test_other_runs_move_a_word_an_instruction(alignment: int):
     found = instructions(alignment, 1, True, 90)

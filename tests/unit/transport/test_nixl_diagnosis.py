@@ -39,6 +39,16 @@ def test_the_ways_that_writes_take_are_read_from_what_ucx_says():
     assert DIAGNOSIS.way_taken("nothing of the kind", is_local=True).what == "UCX does not say which way"
 
 
+def test_writes_that_the_receivers_processor_copies_deserve_a_look():
+    said = SAID.replace("zero-copy   | cma/memory", "software emulation | tcp/eth0")
+    way = DIAGNOSIS.way_taken(said, is_local=True)
+    assert way.what == "UCX takes rc_mlx5/mlx5_0:1, tcp/eth0"
+    (problem,) = way.problems
+    assert problem.severity is Severity.WARNING
+    assert "emulates writes over tcp/eth0" in problem.what
+    assert "cuda" in problem.remedy
+
+
 def test_tcp_within_a_machine_deserves_a_look():
     way = DIAGNOSIS.way_taken(TCP, is_local=True)
     assert way.what == "UCX takes tcp/lo, tcp/eth0"

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
-from kvferry.settings import Settings
+from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings
 from kvferry.transport.nixl.device_choice import OF_UCX, chosen_device
+from kvferry.transport.nixl.placement import placement
+from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
+from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
-_ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|[^|]*\|\s*(?P<config>[^|]+?)\s*\|")
+_ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<config>[^|]+?)\s*\|")
+_EMULATED = "software emulation"
 
 
 class NixlDiagnosis(Diagnosis):
@@ -28,14 +33,16 @@ class NixlDiagnosis(Diagnosis):
 
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield from _installed()
+        yield from _lists(settings)
+        yield from placement(settings, read_topology())
         yield _device(settings)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
-        ways = picked(said)
+        ways = ways_of_writes(said)
         if not ways:
             return WayTaken("UCX does not say which way")
         problems = tuple(_problems(ways, is_local=is_local))
-        return WayTaken(f"UCX takes {', '.join(ways)}", problems)
+        return WayTaken(f"UCX takes {', '.join(dict.fromkeys(way.config for way in ways))}", problems)
 
 
 def _installed() -> Iterator[Finding]:
@@ -54,6 +61,24 @@ def _installed() -> Iterator[Finding]:
             )
     if len(found) > 1:
         yield warning("nixl", f"{' and '.join(found)} are both installed", "uninstall the one for the other CUDA")
+
+
+def _lists(settings: Settings) -> Iterator[Finding]:
+    """Whether UCX gets lists of descriptors. Nothing where NIXL is missing, which was said."""
+    try:
+        plugin = plugin_file(load_bindings(), environment())
+    except TransportUnavailableError:
+        return
+    if not settings.nixl_sgl:
+        if plugin is not None and knows_lists(plugin):
+            yield good("lists", "NIXL can hand UCX descriptors as lists, and is not told to (KVFERRY_NIXL_SGL)")
+        return
+    try:
+        check_lists(settings.nixl_backend, plugin)
+    except TransportUnavailableError as problem:
+        yield error("lists", str(problem), "unset KVFERRY_NIXL_SGL")
+        return
+    yield good("lists", "NIXL hands UCX the descriptors of direct writes as lists (KVFERRY_NIXL_SGL)")
 
 
 def _device(settings: Settings) -> Finding:
@@ -85,8 +110,14 @@ def _left_to_ucx(reason: str) -> Finding:
     )
 
 
-def _problems(ways: list[str], *, is_local: bool) -> Iterator[Finding]:
-    if not all("tcp" in way for way in ways):
+def _problems(ways: list[Way], *, is_local: bool) -> Iterator[Finding]:
+    if emulated := [way.config for way in ways if way.is_emulated]:
+        yield warning(
+            "wire",
+            f"UCX emulates writes over {', '.join(emulated)}: the receiver's processor copies what arrives",
+            "look at UCX_TLS, which must not leave out cuda where memory is a GPU's, and at docs/gpu.md",
+        )
+    if not all("tcp" in way.config for way in ways):
         return
     if is_local:
         yield warning(
@@ -102,9 +133,27 @@ def _problems(ways: list[str], *, is_local: bool) -> Iterator[Finding]:
         )
 
 
-def picked(said: str) -> list[str]:
-    """Returns the ways that UCX says it has picked for writes, in the order of its saying so."""
-    found: dict[str, None] = {}
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How UCX writes lengths of some range.
+
+    Attributes:
+        config: the transport and its device, such as cuda_ipc/cuda or rc_mlx5/mlx5_0:1; several where it stripes.
+        how: UCX's protocol, such as zero-copy, or "software emulation", where the other side's processor copies.
+    """
+
+    config: str
+    how: str
+
+    @property
+    def is_emulated(self) -> bool:
+        """Whether the receiver's processor must copy what arrives."""
+        return _EMULATED in self.how
+
+
+def ways_of_writes(said: str) -> list[Way]:
+    """Returns what UCX says (`UCX_PROTO_INFO=y`) it has picked for writes, each once, in the order of its saying so."""
+    found: dict[Way, None] = {}
     is_of_writes = False
     for line in said.splitlines():
         if _TITLE in line:
@@ -112,5 +161,5 @@ def picked(said: str) -> list[str]:
         elif " by ucp_" in line:
             is_of_writes = False
         elif is_of_writes and (row := _ROW.search(line)) and ".." in row["range"]:
-            found[row["config"]] = None
+            found[Way(row["config"], row["how"])] = None
     return list(found)

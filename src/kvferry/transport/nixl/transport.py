@@ -35,7 +35,7 @@ from kvferry.errors import (
 from kvferry.layout import Device, Region
 from kvferry.plan import TransferPath
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
-from kvferry.settings import Settings
+from kvferry.settings import Settings, environment
 from kvferry.transport.base import (
     PeerMetadata,
     PreparedList,
@@ -49,6 +49,8 @@ from kvferry.transport.base import (
 from kvferry.transport.nixl.bindings import load_bindings
 from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
+from kvferry.transport.nixl.scatter_gather import check_lists as check_scatter_gather
+from kvferry.transport.nixl.scatter_gather import plugin_file, told
 from kvferry.transport.nixl.shares import NixlHandle, Share, parts, seconds, sum_of
 from kvferry.transport.registered import RegisteredMemory, check_regions
 
@@ -95,6 +97,7 @@ class NixlTransport(Transport):
             progress_delay_us=settings.nixl_progress_delay_us,
             only_writes=writes,
             threads=settings.nixl_threads if is_shared else 0,
+            hands_lists=writes and settings.nixl_sgl,
         )
 
     def __init__(
@@ -107,6 +110,7 @@ class NixlTransport(Transport):
         only_writes: bool = False,
         threads: int = 0,
         smallest_share: int = 64,
+        hands_lists: bool = False,
     ) -> None:
         """Starts a NIXL agent with one backend.
 
@@ -119,9 +123,10 @@ class NixlTransport(Transport):
             threads: how many of ours share a large write; with 0 or 1 its caller posts all of it.
             smallest_share: fewest descriptors, before any are merged, that are worth handing to another thread, which
                 takes a tenth of a millisecond.
+            hands_lists: whether UCX gets the descriptors of a write as a list, and not one by one.
 
         Raises:
-            TransportUnavailableError: if NIXL or the backend is missing.
+            TransportUnavailableError: if NIXL or the backend is missing, or lists are asked for that it does not know.
         """
         self.endpoint_name = endpoint_name
         self.promises = Promises(
@@ -145,7 +150,9 @@ class NixlTransport(Transport):
         parameters = dict(backend_parameters or {})
         if threads > 1:
             parameters["num_workers"] = str(threads)  # UCX's, each with a connection to every peer
-        with self._translated(f"creating NIXL backend {backend!r} with {parameters}"):
+        if hands_lists:
+            check_scatter_gather(backend, plugin_file(self._nixl, environment()))
+        with self._translated(f"creating NIXL backend {backend!r} with {parameters}"), told(hands_lists=hands_lists):
             self._backend: int = self._agent.createBackend(backend, parameters)
         # Each of one thread, since NIXL ties a thread to one of UCX's workers.
         self._lanes = tuple(

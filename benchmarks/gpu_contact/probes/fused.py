@@ -1,0 +1,140 @@
+"""The limit on one host: one kernel that copies from pages here straight into pages of another process.
+
+The other process hands its pool over by CUDA IPC (on a CPU by shared memory), this one maps it and copies scattered
+runs to scattered places, with no ring, no wire and no second kernel. Beside it stands the least that the staged path
+needs there: a gather, a copy of the whole into the mapped pool, and a scatter.
+
+    python -m benchmarks.gpu_contact.probes.fused [--device cpu --tiny]
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from benchmarks.gpu_contact.probes.common import MIB, Clock, DeviceName, parser, seconds_of, synchronize, tell
+from benchmarks.gpu_contact.probes.receiver import digest
+
+from kvferry.layout import Device, MemoryKind, Region
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging import kernels_for
+
+if TYPE_CHECKING:
+    import torch
+
+RUNS = (256, 1 << 10, 32 << 10)
+
+
+def _hold(device: DeviceName, num_bytes: int, offered: Any, asked: Any, answered: Any) -> None:
+    import torch
+
+    pool = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0" if device == "cuda" else "cpu")
+    synchronize(device)
+    offered.put(pool)
+    while asked.get() is not None:
+        synchronize(device)
+        answered.put(digest(pool.cpu().numpy()))
+
+
+def fused(source: torch.Tensor, target: torch.Tensor, run: int, here: np.ndarray, there: np.ndarray) -> Any:
+    """Returns a call that copies runs of one pool to places of another."""
+    import torch
+
+    if source.device.type == "cpu":
+        runs, places = torch.from_numpy(here), torch.from_numpy(there)
+
+        def copy() -> None:
+            target.view(-1, run)[places] = source.view(-1, run)[runs]
+
+        return copy
+    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+
+    sources = torch.from_numpy(source.data_ptr() + here * run).to(source.device)
+    targets = torch.from_numpy(target.data_ptr() + there * run).to(source.device)
+
+    def launch() -> None:
+        copy_runs(sources, targets, run)
+        torch.cuda.synchronize()
+
+    return launch
+
+
+def whole(staging: torch.Tensor, mapped: torch.Tensor, device: DeviceName) -> None:
+    """Copies a full ring into the other process's memory."""
+    mapped[: len(staging)].copy_(staging)
+    synchronize(device)
+
+
+def measure(device: DeviceName, *, is_tiny: bool, seconds: float) -> dict[str, object]:
+    """Times both ways for every length of run."""
+    import torch
+    import torch.multiprocessing
+
+    clock, rounds = Clock(seconds), 2 if is_tiny else 9
+    pool_bytes, moved = (2 * MIB, MIB) if is_tiny else (512 * MIB, 64 * MIB)
+    context = torch.multiprocessing.get_context("spawn")
+    offered, asked, answered = context.Queue(), context.Queue(), context.Queue()
+    holder = context.Process(target=_hold, args=(device, pool_bytes, offered, asked, answered), daemon=True)
+    holder.start()
+    mapped = offered.get(timeout=60)
+    kind = "cuda:0" if device == "cuda" else "cpu"
+    generator = torch.Generator(device=kind).manual_seed(1)
+    source = torch.randint(0, 256, (pool_bytes,), dtype=torch.uint8, device=kind, generator=generator)
+    staging = torch.zeros(moved, dtype=torch.uint8, device=kind)
+    where = Device(MemoryKind.VRAM, 0) if device == "cuda" else Device()
+    kernels = kernels_for([Region(source.data_ptr(), pool_bytes)], where)
+    synchronize(device)
+    rows, is_exact = [], True
+    for run in RUNS:
+        if not clock.has_time_for(f"{run} B"):
+            continue
+        random = np.random.default_rng(run)
+        here, there = (random.permutation(pool_bytes // run)[: moved // run].astype(np.int64) for _ in range(2))
+        mapped.zero_()
+        copy = fused(source, mapped, run, here, there)
+        fused_s = statistics.median(seconds_of(copy, rounds))
+        expected = np.zeros((pool_bytes // run, run), np.uint8)
+        expected[there] = source.cpu().numpy().reshape(-1, run)[here]
+        asked.put("digest")
+        is_right = answered.get(timeout=60) == digest(expected)
+        is_exact &= is_right
+        shape, starts = BlockShape((), run), source.data_ptr() + here * run
+
+        gathered_s, copied_s, scattered_s = (
+            statistics.median(seconds_of(call, rounds))
+            for call in (
+                partial(kernels.gather, starts, shape, staging.data_ptr()),
+                partial(whole, staging, mapped, device),
+                partial(kernels.scatter, staging.data_ptr(), starts, shape),
+            )
+        )
+        rows.append(
+            {
+                "bytes": run,
+                "fused_gb_per_s": moved / fused_s / 1e9,
+                "gather_gb_per_s": moved / gathered_s / 1e9,
+                "mapped_copy_gb_per_s": moved / copied_s / 1e9,
+                "scatter_gb_per_s": moved / scattered_s / 1e9,
+                "staged_one_after_the_other_gb_per_s": moved / (gathered_s + copied_s + scattered_s) / 1e9,
+                "exact": is_right,
+            }
+        )
+    del mapped
+    asked.put(None)
+    holder.join(10)
+    return {"device": device, "exact": is_exact, "rows": rows, "left_out": clock.left_out}
+
+
+def main() -> None:
+    """Measures and prints."""
+    typed = parser(__doc__).parse_args()
+    found = measure(typed.device, is_tiny=typed.tiny, seconds=typed.seconds)
+    tell(found)
+    sys.exit(not found["exact"])
+
+
+if __name__ == "__main__":
+    main()

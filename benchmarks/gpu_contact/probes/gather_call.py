@@ -1,0 +1,90 @@
+"""What one gather call costs before a byte moves: checks in Python, the upload of addresses, the launch, the wait.
+
+The parts are measured each on its own, as the kernels do them, and beside the whole call for 8 MiB and for one block.
+What the whole takes beyond the sum is the kernel itself.
+
+    python -m benchmarks.gpu_contact.probes.gather_call [--device cpu --tiny]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser, percentiles_us, seconds_of, tell
+
+from kvferry.plan.blocks import BlockShape
+from kvferry.staging import kernels_for
+from kvferry.staging.addressing import common_alignment, spread
+from kvferry.staging.kernels import AddressRange, StartArray
+
+SHAPE, STEP = BlockShape(((16, 2048),), 1024), 32768
+
+
+def parts(
+    device: DeviceName, starts: StartArray, extent: AddressRange, address: int
+) -> dict[str, Callable[[], object]]:
+    """Returns each part of a call as a call of its own."""
+
+    def python() -> None:
+        extent.check(starts, SHAPE)
+        common_alignment(np.array(spread(starts, ()), np.int64), SHAPE, address, 16)
+
+    if device == "cpu":
+        return {"python": python}
+    import torch
+    from benchmarks.gpu_contact.probes.device_kernels import nothing
+
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    one = torch.zeros(1, dtype=torch.int64, device="cuda:0")
+
+    def upload() -> None:
+        with torch.cuda.stream(stream):
+            torch.from_numpy(starts).to("cuda:0", non_blocking=True)
+
+    def upload_and_wait() -> None:
+        upload()
+        stream.synchronize()
+
+    def launch() -> None:
+        with torch.cuda.stream(stream):
+            nothing[(1,)](one)
+
+    return {
+        "python": python,
+        "upload": upload,
+        "upload and wait": upload_and_wait,
+        "launch": launch,
+        "wait for nothing": stream.synchronize,
+    }
+
+
+def measure(device: DeviceName, *, is_tiny: bool) -> dict[str, object]:
+    """Times the parts and the whole."""
+    rounds = 5 if is_tiny else 300
+    num_bytes = MIB if is_tiny else 8 * MIB
+    pool = memory((4 if is_tiny else 1024) * MIB, device)
+    staging = memory(num_bytes, device)
+    kernels = kernels_for([pool.region], pool.device)
+    places = np.random.default_rng(0).permutation(pool.num_bytes // STEP)
+    starts = pool.address + np.resize(places, num_bytes // SHAPE.num_bytes).astype(np.int64) * STEP
+    calls = parts(device, starts, AddressRange.over([pool.region]), staging.address)
+    calls |= {
+        "whole call, one block": lambda: kernels.gather(starts[:1], SHAPE, staging.address),
+        f"whole call, {num_bytes // MIB} MiB": lambda: kernels.gather(starts, SHAPE, staging.address),
+    }
+    return {
+        "device": device,
+        "blocks": len(starts),
+        "microseconds": {name: percentiles_us(seconds_of(call, rounds)) for name, call in calls.items()},
+    }
+
+
+def main() -> None:
+    """Measures and prints."""
+    typed = parser(__doc__).parse_args()
+    tell(measure(typed.device, is_tiny=typed.tiny))
+
+
+if __name__ == "__main__":
+    main()
