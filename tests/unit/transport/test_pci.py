@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from kvferry.findings import Severity
-from kvferry.settings import Settings
 from kvferry.transport.nixl.placement import placement
 from kvferry.transport.pci import Distance, Topology, read_topology
 
@@ -103,24 +102,24 @@ def test_where_the_system_says_no_node_two_roots_are_as_far_as_can_be(tmp_path: 
 
 def test_a_machine_without_any_is_empty(tmp_path: Path):
     assert read_topology(tmp_path / "nowhere") == Topology((), ())
-    assert list(placement(Settings(), Topology((), ()))) == []
+    assert list(placement(None, Topology((), ()))) == []
 
 
 def test_doctor_says_which_network_device_serves_which_gpu(topology: Topology):
-    findings = list(placement(Settings(), topology))
+    findings = list(placement(None, topology))
     assert [finding.severity for finding in findings] == [Severity.GOOD] * 2
     nearest = "the nearest network devices are mlx5_0 (InfiniBand), across one PCI switch"
     assert findings[0].what == f"NVIDIA GPU 0000:1a:00.0, NUMA node 0: {nearest}"
-    (lonely,) = placement(Settings(), Topology(topology.gpus[:1], ()))
+    (lonely,) = placement(None, Topology(topology.gpus[:1], ()))
     assert "no network device" in lonely.what
 
 
 def test_a_network_device_at_the_other_processor_deserves_a_look(topology: Topology):
-    first, second = placement(Settings(nixl_device="mlx5_1:1"), topology)
+    first, second = placement("mlx5_1:1", topology)
     assert first.severity is Severity.WARNING
     assert "told to use mlx5_1, which is across two NUMA nodes from NVIDIA GPU 0000:1a:00.0" in first.what
     assert "KVFERRY_NIXL_DEVICE" in first.remedy
     assert second.severity is Severity.GOOD
-    near, _ = placement(Settings(nixl_device="eth0"), topology)
+    near, _ = placement("eth0", topology)
     assert near.severity is Severity.GOOD
     assert "eth0, which NIXL is told to use, is across one PCI root complex" in near.what

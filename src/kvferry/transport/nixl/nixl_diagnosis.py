@@ -34,7 +34,7 @@ class NixlDiagnosis(Diagnosis):
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield from _installed()
         yield from _lists(settings)
-        yield from placement(settings, read_topology())
+        yield from placement(chosen_device(settings).device, read_topology())
         yield _device(settings)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:

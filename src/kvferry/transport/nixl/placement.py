@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvferry.findings import Finding, good, warning
-from kvferry.settings import Settings
 from kvferry.transport.pci import Distance, PciDevice, Topology
 
 
-def placement(settings: Settings, topology: Topology) -> Iterator[Finding]:
+def placement(device: str | None, topology: Topology) -> Iterator[Finding]:
     """Says for every GPU which network devices are nearest. Nothing where there is no GPU.
 
     Args:
-        settings: name the network device that is used, or leave it to UCX.
+        device: the network device that NIXL is told to use, as UCX calls it; None if that is left to UCX.
         topology: of this machine.
     """
-    used = _used(settings, topology)
+    name = (device or "").partition(":")[0]
+    used = next((nic for nic in topology.nics if nic.name == name), None)
     for gpu in topology.gpus:
         found = topology.nearest(gpu)
         if found is None:
@@ -39,11 +39,6 @@ def placement(settings: Settings, topology: Topology) -> Iterator[Finding]:
                 f"{_name(gpu)}: the nearest network devices are {near}; {used.name}, which NIXL is told to use, is "
                 f"across {gpu.distance(used).words}",
             )
-
-
-def _used(settings: Settings, topology: Topology) -> PciDevice | None:
-    name = (settings.used_nixl_device or "").partition(":")[0]
-    return next((nic for nic in topology.nics if nic.name == name), None)
 
 
 def _name(gpu: PciDevice) -> str:
