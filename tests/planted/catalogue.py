@@ -229,8 +229,8 @@ CATALOGUE = (
     PlantedFault(
         "segments are packed without alignment",
         "staging/scattering.py",
-        "        offset = aligned(offset)\n        yield blocks",
-        "        yield blocks",
+        "offset = aligned(found[-1].stop) if found else 0",
+        "offset = found[-1].stop if found else 0",
         "tests/property/test_staged_equals_direct.py",
     ),
     PlantedFault(
@@ -239,6 +239,64 @@ CATALOGUE = (
         "    if segment.digests is None:\n        raise ChecksumError(",
         "    if segment.digests is None:\n        return\n        raise ChecksumError(",
         "tests/unit/endpoint/test_checksums.py",
+    ),
+    # ---- staging, on a device: what is ordered by luck alone
+    PlantedFault(
+        "pages are gathered before the engine's event has come",
+        "endpoint/prefill/unread_chunks.py",
+        "if self._unready or chunk.is_ready is not None:",
+        "if self._unready:",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "what is gathered is written before it is, and room reported before its pages are filled",
+        "staging/gpu.py",
+        "            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))\n"
+        "        stream.synchronize()\n",
+        "            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))\n",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "the consumer goes on before its pages are filled: only what is gathered is waited for",
+        "staging/gpu.py",
+        "alignment=bits & -bits))\n        stream.synchronize()",
+        "alignment=bits & -bits))\n        if copies[0].is_gather:\n            stream.synchronize()",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "a sub-chunk is scattered before it has arrived: its notification goes beside the write, and not behind it",
+        "endpoint/prefill/staged_writes.py",
+        "codec.encode(gathered.notification),",
+        'context.transport.notify(self.command.receiver, codec.encode(gathered.notification)) or b"",',
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "a slot is gathered into again while it is being written from",
+        "endpoint/prefill/staged_writes.py",
+        "        self.in_flight += 1\n        record",
+        "        self.in_flight += 1\n        memory.give_back(slot)\n        record",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "a span of the ring is written to again while it is being scattered",
+        "endpoint/decode/arrivals.py",
+        "        assert isinstance(work, ArrivalTask)\n        self._scatterers.submit(work)",
+        "        assert isinstance(work, ArrivalTask)\n        work.give_back()\n        self._scatterers.submit(work)",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "pages are the caller's again while they are being read",
+        "endpoint/prefill/staged_writes.py",
+        "        return self.next_bytes is None and self.in_flight == 0",
+        "        return self.next_bytes is None",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "every sub-chunk uploads where its blocks begin",
+        "staging/gpu.py",
+        "            if num_blocks >= UPLOADED_BLOCKS:",
+        "            if num_blocks:",
+        "tests/unit/staging/test_order_on_device.py",
     ),
     # ---- control
     PlantedFault(

@@ -26,10 +26,18 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
         return HostKernels(regions)
     require_cuda(device)
     require_triton()
-    import torch
-
+    from kvferry.staging.cuda import CudaAccelerator
     from kvferry.staging.gpu import GpuKernels
 
-    kernels = GpuKernels(regions, torch.device("cuda", device.index))
+    kernels = GpuKernels(regions, CudaAccelerator(device.index))
     kernels.compile()
     return kernels
+
+
+def bind_thread(device: Device) -> None:
+    """Makes a GPU the calling thread's own, where its work is about one: before it looks at an event of that GPU."""
+    if device.kind is not MemoryKind.DRAM:
+        require_cuda(device)
+        from kvferry.staging.cuda import bind_thread as bind
+
+        bind(device.index)

@@ -119,6 +119,9 @@ class SimulatedResources(StagingResources):
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
         return 1e9
 
+    def bind_thread(self, device: Device) -> None:
+        pass
+
     def epoch(self) -> int:
         return self._chance.getrandbits(63)
 
