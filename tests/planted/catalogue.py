@@ -272,9 +272,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a slot is gathered into again while it is being written from",
-        "endpoint/prefill/staged_writes.py",
-        "        self.in_flight += 1\n        record",
-        "        self.in_flight += 1\n        memory.give_back(slot)\n        record",
+        "staging/slots.py",
+        "return Slot(self._free.pop(), receiver)",
+        "return Slot(self._free[-1], receiver)",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
@@ -285,10 +285,10 @@ CATALOGUE = (
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
-        "pages are the caller's again while they are being read",
-        "endpoint/prefill/staged_writes.py",
-        "        return self.next_bytes is None and self.in_flight == 0",
-        "        return self.next_bytes is None",
+        "pages are the caller's again while a write reads them",
+        "endpoint/prefill/room.py",
+        "pages_reusable=machine.is_done)",
+        "pages_reusable=machine.state.is_final)",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -48,6 +49,18 @@ def on_gpu(model: Model, shape: Shape) -> Pool:
     return Pool(layout, memory=made, blocks=made.blocks)
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request on its way, and the pages that each side has for it."""
+
+    room: int
+    tokens: int
+    sender: Sender
+    receiver: Receiver
+    source: Mapping[str, TakenPages]
+    target: Mapping[str, TakenPages]
+
+
 class OnDevice:
     """Two ranks that order the heads of a page differently, so that runs are short."""
 
@@ -86,8 +99,8 @@ class OnDevice:
         self.decode.close()
         self.prefill.close()
 
-    def request(self, room: int, tokens: int) -> tuple[Sender, Receiver]:
-        """Opens a room, computes the request on the engine's stream, hands it in with an event, and waits for it."""
+    def begin(self, room: int, tokens: int) -> Request:
+        """Opens a room, computes the request on the engine's stream, and hands it in with an event."""
         source, target = self.source.pages_for(tokens), self.target.pages_for(tokens)
         self.target.mark()
         receiver = self.decode.open(room, target, engine=self.name, tokens=tokens)
@@ -100,23 +113,32 @@ class OnDevice:
         )
         event = self.engine_of_prefill.record_event()
         sender.submit({name: each.pages for name, each in source.items()}, last=True, ready=event)
-        sender.wait(WAIT_S)
-        receiver.wait(WAIT_S)
-        eventually("the pages are this side's again", lambda: sender.pages_reusable and receiver.pages_reusable)
-        # What the engine does next with them: the decode step reads them, and another prompt overwrites them.
-        self.engine_of_decode.launch(
-            f"the decode step of room {room}",
-            lambda: self.target.check(contents, target, tokens=tokens),
-            reads=bytes_of(self.target, target),
-        )
+        return Request(room, tokens, sender, receiver, source, target)
+
+    def overwrite(self, request: Request) -> None:
+        """Computes another prompt in the pages that a request had, once they are this side's again."""
+        eventually("the pages are this side's again", lambda: request.sender.pages_reusable)
         self.engine_of_prefill.launch(
-            f"the next prompt in the pages of room {room}",
-            lambda: self.source.wipe_pages({name: each.pages for name, each in source.items()}),
-            writes=bytes_of(self.source, source),
+            f"the next prompt in the pages of room {request.room}",
+            lambda: self.source.wipe_pages({name: each.pages for name, each in request.source.items()}),
+            writes=bytes_of(self.source, request.source),
         )
         self.engine_of_prefill.synchronize()
+
+    def request(self, room: int, tokens: int) -> Sender:
+        """Transfers a request, reads it in a decode step, and reuses its pages."""
+        request = self.begin(room, tokens)
+        request.sender.wait(WAIT_S)
+        request.receiver.wait(WAIT_S)
+        eventually("the pages are this side's", lambda: request.receiver.pages_reusable)
+        self.engine_of_decode.launch(
+            f"the decode step of room {room}",
+            lambda: self.target.check(KnownContents(room), request.target, tokens=tokens),
+            reads=bytes_of(self.target, request.target),
+        )
+        self.overwrite(request)
         self.engine_of_decode.synchronize()
-        return sender, receiver
+        return request.sender
 
 
 def bytes_of(made: Pool, pages: Mapping[str, TakenPages]) -> Ranges:

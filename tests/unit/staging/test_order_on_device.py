@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.on_device import OnDevice
+from tests.support.waiting import eventually
 
 from kvferry.testing.device import FakeDevice, UnorderedAccessError, ranges_of
 
@@ -144,6 +145,17 @@ def test_everything_is_ordered(kvferry_registry_url: str, path: str, seed: int):
     device.verify()
 
 
+@pytest.mark.parametrize("path", ["staged", "direct"])
+def test_pages_of_a_request_that_failed_are_reused_once_nobody_reads_them(kvferry_registry_url: str, path: str):
+    device = FakeDevice(2)
+    with OnDevice(kvferry_registry_url, device, path=path, polls=30) as ranks:
+        request = ranks.begin(1, tokens=24)
+        eventually("a write is on its way", lambda: any(name.startswith("write") for _, name in list(device.log)))
+        request.sender.abort("nobody wants it any more")
+        ranks.overwrite(request)
+    device.verify()
+
+
 def test_the_next_sub_chunk_is_gathered_while_the_last_is_on_the_wire(kvferry_registry_url: str):
     device = FakeDevice(1)
     with OnDevice(kvferry_registry_url, device, polls=8) as ranks:
@@ -164,7 +176,7 @@ def test_calls_a_sub_chunk(kvferry_registry_url: str):
     device = FakeDevice(1)
     with OnDevice(kvferry_registry_url, device, staging_chunk_mib=32 / 1024, staging_ring_mib=128 / 1024) as ranks:
         before = replace(device.counts)
-        sender, _ = ranks.request(1, tokens=80)
+        sender = ranks.request(1, tokens=80)
         after = device.counts
     (write,) = sender.stats.writes
     sub_chunks = len(write.parts)
