@@ -292,6 +292,13 @@ CATALOGUE = (
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
+        "the first chunk waits until its kernel is compiled, where it is better aligned than all that there are",
+        "staging/gpu.py",
+        "                alignment *= 2",
+        "                break",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
         "every sub-chunk uploads where its blocks begin",
         "staging/gpu.py",
         "            if num_blocks >= UPLOADED_BLOCKS:",

@@ -186,6 +186,7 @@ class ReceivingStaging:
             return Staging(path=self.path, problem=str(error))
         if memory is None:
             return Staging(path=self.path, problem=self._why_no_memory())
+        self.kernels.prepare((each.destination for unit in Unit for each in plan.packed_pieces(unit)), is_gather=False)
         ring = WriterRing(memory, plan, epoch=self._resources.epoch(), send=send)
         self._rings[endpoint] = ring
         speed = self._resources.copy_bytes_per_s(

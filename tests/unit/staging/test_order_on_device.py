@@ -13,10 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.engines import WAIT_S
 from tests.support.on_device import OnDevice
 from tests.support.waiting import eventually
 
-from kvferry.testing.device import FakeDevice, UnorderedAccessError, ranges_of
+from kvferry.layout import Region
+from kvferry.plan.blocks import BlockShape
+from kvferry.plan.lowering import PageSteps
+from kvferry.plan.packing import PackedSide
+from kvferry.staging.gpu import GpuKernels
+from kvferry.testing.device import FakeAccelerator, FakeDevice, UnorderedAccessError, ranges_of
 
 SOME = ranges_of(np.array([4096]), 64)
 OTHERS = ranges_of(np.array([8192]), 64)
@@ -171,10 +177,36 @@ def test_the_next_sub_chunk_is_gathered_while_the_last_is_on_the_wire(kvferry_re
     assert overlapping >= gathered // 2 > 10
 
 
+def test_no_chunk_waits_until_a_kernel_is_compiled(kvferry_registry_url: str):
+    device = FakeDevice(1)
+    with OnDevice(kvferry_registry_url, device) as ranks:
+        ranks.decode.connect(ranks.name, timeout_s=WAIT_S)
+        compiled = set(device.counts.compiled)
+        ranks.request(1, tokens=24)
+        ranks.request(2, tokens=23)  # the last page is not full
+    assert device.counts.compiled == compiled
+    assert {is_gather for *_, is_gather in compiled} == {True, False}
+    assert not device.counts.compiled_late
+
+
+def test_a_chunk_that_is_better_aligned_than_all_that_there_are_need_not_compile_either(device: FakeDevice):
+    tensor = np.zeros(4096, np.uint8)
+    base = tensor.ctypes.data + -tensor.ctypes.data % 64
+    kernels = GpuKernels([Region(base, 1024)], FakeAccelerator(device))
+    side = PackedSide(np.array([base]), BlockShape((), 16), PageSteps(1, 24, 24), 40)
+    kernels.prepare([side], is_gather=True)
+    for pages in ([0, 2, 4], [0, 1, 2]):
+        starts = side.starts(0, 1, np.zeros(3, np.int64), np.array(pages))
+        kernels.gather(starts, side.shape, base + 2048)
+    assert device.counts.compiled == {(8, 0, True), (16, 0, True)}
+    assert not device.counts.compiled_late
+
+
 def test_calls_a_sub_chunk(kvferry_registry_url: str):
     """Bounds what the interpreter spends on each: the calls are what it costs, whatever the bytes."""
     device = FakeDevice(1)
     with OnDevice(kvferry_registry_url, device, staging_chunk_mib=32 / 1024, staging_ring_mib=128 / 1024) as ranks:
+        ranks.decode.connect(ranks.name, timeout_s=WAIT_S)  # compiles, with an upload and a wait of its own
         before = replace(device.counts)
         sender = ranks.request(1, tokens=80)
         after = device.counts

@@ -245,6 +245,7 @@ class SendingStaging:
         assert self._kernels is not None
         assert self._calibration is not None
         peer = PeerMemory(ring.address, ring.epoch, SharedRing(ring.num_bytes))
+        self._kernels.prepare((each.source for unit in Unit for each in plan.packed_pieces(unit)), is_gather=True)
         costs = PathCosts()
         if not is_forced:
             wire = WireKey(
