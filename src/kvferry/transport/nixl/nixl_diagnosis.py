@@ -10,7 +10,7 @@ from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
 from kvferry.transport.devices import interfaces, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
-from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.bindings import load_bindings, torch_cuda_major, why_other_cuda
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
@@ -43,8 +43,15 @@ def _installed() -> Iterator[Finding]:
         yield error("nixl", "not installed: nothing can be moved between processes", "pip install nixl-cu13")
     else:
         try:
-            load_bindings()
-            yield good("nixl", ", ".join(found))
+            loaded = load_bindings()
+            if other := why_other_cuda(loaded.__name__):
+                yield warning(
+                    "nixl",
+                    f"{other}: an older driver may end the process when bytes of a GPU are moved",
+                    f"pip install nixl-cu{torch_cuda_major()}, and uninstall the other one",
+                )
+            else:
+                yield good("nixl", ", ".join(found))
         except TransportUnavailableError as problem:
             yield error(
                 "nixl",
