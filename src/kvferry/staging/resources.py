@@ -11,7 +11,7 @@ from kvferry.plan.packing import PackedSide
 from kvferry.staging.choice import bind_thread, kernels_for
 from kvferry.staging.copy_speed import copy_bytes_per_s
 from kvferry.staging.kernels import Kernels
-from kvferry.staging.memory import StagingMemory, allocate
+from kvferry.staging.memory import StagingMemory, allocate, why_not_mapped
 
 
 class StagingResources(ABC):
@@ -28,6 +28,10 @@ class StagingResources(ABC):
     @abstractmethod
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
         """Measures kernels, as `calibration.copy_bytes_per_s`."""
+
+    @abstractmethod
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        """Returns why transports cannot map a pool into another process, as `memory.why_not_mapped`."""
 
     @abstractmethod
     def bind_thread(self, device: Device) -> None:
@@ -49,6 +53,9 @@ class MachineResources(StagingResources):
 
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
         return copy_bytes_per_s(kernels, sides, memory)
+
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        return why_not_mapped(regions, device)
 
     def bind_thread(self, device: Device) -> None:
         bind_thread(device)

@@ -7,8 +7,8 @@ checked when the second is queued, so that a run that went well by luck fails al
 
 from __future__ import annotations
 
-from kvferry.testing.device.accelerator import FakeAccelerator, FakeResources
 from kvferry.testing.device.device import Counts, DeviceEvent, FakeDevice, FakeStream
+from kvferry.testing.device.fake_accelerator import FakeAccelerator, FakeResources
 from kvferry.testing.device.ordering import Operation, Ordering, UnorderedAccessError, ranges_of
 from kvferry.testing.device.wire import DeviceTransport
 
