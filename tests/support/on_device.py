@@ -64,7 +64,9 @@ class Request:
 class OnDevice:
     """Two ranks that order the heads of a page differently, so that runs are short."""
 
-    def __init__(self, registry_url: str, device: FakeDevice, *, polls: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, registry_url: str, device: FakeDevice, *, polls: int = 0, announces: bool = True, **settings: Any
+    ) -> None:
         self.device = device
         network = InProcessNetwork()
         model = Model(layers=4, heads=4, head_dim=8)
@@ -79,9 +81,10 @@ class OnDevice:
             engine=self.name,
             settings=chosen,
             transport=DeviceTransport(network, device, polls=polls),
+            announces=announces,
             platform=FakePlatform(device),
         )
-        assert self.prefill.wait_registered(WAIT_S)
+        assert not announces or self.prefill.wait_registered(WAIT_S)
         self.decode = DecodeEndpoint(
             self.target.layout,
             settings=chosen,

@@ -17,6 +17,7 @@ from tests.support.engines import WAIT_S
 from tests.support.on_device import OnDevice
 from tests.support.waiting import eventually
 
+from kvferry.errors import TransferTimeoutError
 from kvferry.layout import Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
@@ -175,6 +176,21 @@ def test_the_next_sub_chunk_is_gathered_while_the_last_is_on_the_wire(kvferry_re
             gathered += 1
             overlapping += on_the_wire > 0
     assert overlapping >= gathered // 2 > 10
+
+
+def test_nothing_is_done_on_the_device_before_a_rank_is_announced(kvferry_registry_url: str):
+    device = FakeDevice(1)
+    with OnDevice(kvferry_registry_url, device, announces=False) as ranks:
+        with pytest.raises(TransferTimeoutError):
+            ranks.decode.connect(ranks.name, timeout_s=0.3)
+        assert not ranks.prefill.wait_registered(0)
+        assert not device.log
+        assert not device.counts.threads
+        ranks.prefill.announce()
+        ranks.prefill.announce()
+        ranks.request(1, tokens=24)
+        assert device.counts.launches
+    device.verify()
 
 
 def test_no_chunk_waits_until_a_kernel_is_compiled(kvferry_registry_url: str):

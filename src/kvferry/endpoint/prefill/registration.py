@@ -39,7 +39,9 @@ class Registration:
             raise
 
     def announce(self, identity: Identity, control_address: str) -> None:
-        """Registers the rank, as soon as the registry can be reached, and keeps it registered."""
+        """Registers the rank, as soon as the registry can be reached, and keeps it registered. For the first call."""
+        if self._lease is not None:
+            return
         rank = RankRegistration(
             engine=identity.engine,
             incarnation=identity.endpoint,
@@ -55,9 +57,8 @@ class Registration:
         self._lease = self._platform.keep_registered(self._client, rank, report)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the rank is registered; False if it is not after timeout_s."""
-        assert self._lease is not None
-        return self._lease.registered.wait(timeout_s)
+        """Waits until the rank is registered; False if it is not after timeout_s, or was not announced."""
+        return self._lease is not None and self._lease.registered.wait(timeout_s)
 
     @property
     def error(self) -> Exception | None:
