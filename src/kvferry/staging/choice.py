@@ -26,11 +26,14 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
         return HostKernels(regions)
     require_cuda(device)
     require_triton()
+    import torch
+
     from kvferry.staging.cuda import CudaAccelerator
     from kvferry.staging.gpu import GpuKernels
 
     kernels = GpuKernels(regions, CudaAccelerator(device.index))
-    kernels.compile()
+    with torch.cuda.device(device.index):  # the caller's thread has the GPU afterwards that it had before
+        kernels.compile()
     return kernels
 
 
