@@ -10,7 +10,7 @@ from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
 from kvferry.transport.devices import interfaces, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
-from kvferry.transport.nixl.bindings import load_bindings, torch_cuda_major, why_other_cuda
+from kvferry.transport.nixl.bindings import load_bindings, why_other_cuda
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = "remote memory write by ucp_put"
@@ -48,7 +48,7 @@ def _installed() -> Iterator[Finding]:
                 yield warning(
                     "nixl",
                     f"{other}: an older driver may end the process when bytes of a GPU are moved",
-                    f"pip install nixl-cu{torch_cuda_major()}, and uninstall the other one",
+                    "install the one for torch's (nixl-cu12 or nixl-cu13), and uninstall the other one",
                 )
             else:
                 yield good("nixl", ", ".join(found))
