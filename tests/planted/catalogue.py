@@ -306,6 +306,13 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_worker.py",
     ),
     PlantedFault(
+        "a worker asks about an engine's event before it has chosen the engine's GPU",
+        "endpoint/runtime/ready_signals.py",
+        "            self._bind_thread()\n",
+        "",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
         "a rank that is announced later is announced at once",
         "endpoint/prefill/endpoint.py",
         "            if announces:\n",

@@ -150,6 +150,7 @@ def test_everything_is_ordered(kvferry_registry_url: str, path: str, seed: int):
         for room in range(1, 3):
             ranks.request(room, tokens=24)
     device.verify()
+    assert not device.counts.unbound
 
 
 @pytest.mark.parametrize("path", ["staged", "direct"])

@@ -44,6 +44,7 @@ class Counts:
         launches: of kernels that copied something.
         synchronizations: waits of the host.
         threads: those that were bound to it.
+        unbound: those that looked at its events without: each makes a context on the first GPU, whichever this one is.
         compiled: variants of the kernel that were compiled: alignment, loops, whether it gathers.
         compiled_late: those that were compiled by a launch that copied something, which had to wait for it.
     """
@@ -52,6 +53,7 @@ class Counts:
     launches: int = 0
     synchronizations: int = 0
     threads: set[str] = field(default_factory=set)
+    unbound: set[str] = field(default_factory=set)
     compiled: set[tuple[int, int, bool]] = field(default_factory=set)
     compiled_late: list[tuple[int, int, bool]] = field(default_factory=list)
 
@@ -257,8 +259,15 @@ class DeviceEvent:
 
     def query(self) -> bool:
         """Returns whether all before it is done."""
+        self._ask()
         return self.work is None or self.device.look(self.work)
 
     def synchronize(self) -> None:
         """Waits until all before it is done."""
+        self._ask()
         self.device.wait(self.work)
+
+    def _ask(self) -> None:
+        name, counts = threading.current_thread().name, self.device.counts
+        if name not in counts.threads:
+            counts.unbound.add(name)
