@@ -266,7 +266,7 @@ def combined(
         begun = [min(times) for times in zip(*(account.submitted_at for account in sent), strict=True)]
     else:
         begun = [asked_at if number < in_flight else ended[number - in_flight] for number in range(len(ended))]
-    interpreters = [account.interpreter_s for account in (*sent, *received)]
+    interpreters = [*(account.interpreter_s for account in sent), *(account.interpreter_s for account in received)]
     computed = [max(times) for times in zip(*(account.computed_at for account in sent), strict=True)]
     return Run(
         num_bytes=sum(sum(transfer.values()) for account in sent for transfer in account.sent_bytes),
