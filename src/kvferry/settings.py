@@ -228,14 +228,19 @@ class Settings(BaseSettings):
     direct_receiver_mib: float = Field(
         256.0, gt=0, le=2**24, description="The same, to one decode rank: one that is slow holds up no other."
     )
-    staging_ring_mib: float = Field(
-        32.0,
+    staging_ring_mib: float | None = Field(
+        None,
         gt=0,
         le=65536,
-        description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank.",
+        description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank, beside "
+        "the pool. By default 32 where the pool is in CPU memory, 256 in a GPU's, or four sub-chunks if that is more.",
     )
-    staging_chunk_mib: float = Field(
-        8.0, gt=0, le=65536, description="How much is gathered, written in bulk and scattered at a time."
+    staging_chunk_mib: float | None = Field(
+        None,
+        gt=0,
+        le=65536,
+        description="How much is gathered, written in bulk and scattered at a time. By default 8 where the pool is in "
+        "CPU memory, 64 in a GPU's, or a quarter of a ring if that is less.",
     )
     staging_memory_mib: float = Field(
         2048.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
@@ -423,7 +428,7 @@ class Settings(BaseSettings):
                 "pod_uid (KVFERRY_POD_UID), pod_name (KVFERRY_POD_NAME) and pod_namespace (KVFERRY_POD_NAMESPACE) "
                 f"belong together: of them only {', '.join(sorted(given))} is set"
             )
-        if self.staging_chunk_mib > self.staging_ring_mib:
+        if (self.staging_chunk_mib or 0) > (self.staging_ring_mib or float("inf")):
             raise ValueError(
                 f"staging_chunk_mib (KVFERRY_STAGING_CHUNK_MIB) is {self.staging_chunk_mib:g}, more than the "
                 f"{self.staging_ring_mib:g} MiB of a whole ring: lower it, or raise staging_ring_mib "

@@ -45,7 +45,7 @@ from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import codec, messages, notifications
 from kvferry.protocol.wire.messages import Credit
 from kvferry.protocol.wire.notifications import StagedArrived
-from kvferry.staging import StagingMemory, gathering, resolving, scattering
+from kvferry.staging import Kernels, StagingMemory, gathering, resolving, scattering
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import SharedRing
@@ -91,7 +91,7 @@ class Staging:
         return self.labels[start : start + num_bytes]
 
 
-class Gatherer:
+class Gatherer(Kernels):
     """Packs blocks of a source's memory."""
 
     def __init__(self, pair: Pair, slots: Staging) -> None:
@@ -101,8 +101,11 @@ class Gatherer:
         places = np.add.outer(starts - self._base, places_in(shape)).ravel()
         self._slots.at(address, len(places))[:] = self._memory.labels[places]
 
+    def scatter(self, address: int, starts: Starts, shape: BlockShape) -> None:
+        raise AssertionError("a source's pages are only read")
 
-class Scatterer:
+
+class Scatterer(Kernels):
     """Unpacks blocks into a receiver's memory, and counts the writes of every byte."""
 
     def __init__(self, pair: Pair, ring: Staging) -> None:
@@ -113,6 +116,9 @@ class Scatterer:
         memory, packed = self._rank.memory, self._ring.at(address, len(places))
         memory.labels[places], memory.buffer[places] = packed, hashed(packed)
         np.add.at(self._rank.writes, places, 1)
+
+    def gather(self, starts: Starts, shape: BlockShape, address: int) -> None:
+        raise AssertionError("a receiver's pages are only written to")
 
 
 class Wire:
@@ -160,7 +166,7 @@ class StagedPair(Pair):
         plan, receiver = self.attachment.plan, self.attachment.receiver
         chunk_bytes = max(self.chunk_bytes, *(piece.block_bytes for piece in plan.packed_pieces(unit)))
         slots, ring = Staging.of(SLOT_BASE, chunk_bytes), Staging.of(RING_BASE, self.ring_chunks * chunk_bytes)
-        gatherer: Any = Gatherer(self, slots)
+        gatherer = Gatherer(self, slots)
         wire: Any = Wire(slots, ring)
         there = Receiving(self, message, ring)
         here = SharedRing(len(ring.labels))
@@ -224,7 +230,7 @@ class Receiving:
                 places=UnitPlaces(destination, message.groups, message.tokens),
             )
         self._room = pair.rooms[key]
-        scatterer: Any = Scatterer(pair, ring)
+        scatterer = Scatterer(pair, ring)
         self._scatterers = Scatterers(0, scatterer, self._done, platform=SystemPlatform(), name="nobody")
 
     def arrived(self, data: bytes) -> None:

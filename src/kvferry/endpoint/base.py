@@ -39,6 +39,7 @@ from kvferry.plan.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
+from kvferry.staging.sizes import staging_notice
 from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -111,6 +112,10 @@ class Endpoint(ABC):
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )
+        if problem := self._platform.staging.why_not_mapped(layout.regions(), layout.device):
+            log.warning("%s", problem)
+        if notice := staging_notice(self.settings, layout.device, sends=self._side is Side.PREFILL):
+            log.info("%s", notice)
         self._started_at = self._platform.now()
         self._telemetry = EndpointTelemetry(
             self._side, engine, self.engine_rank, self.settings, status=self.status, drain=self._drain_by_order

@@ -178,6 +178,11 @@ class Segment:
     stop_unit: int
     num_bytes: int
 
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks they are."""
+        return (self.stop_base - self.first_base) * (self.stop_unit - self.first_unit)
+
 
 @dataclass(frozen=True, slots=True)
 class SubChunk:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import PackedSide
 from kvferry.staging.kernels import StartArray
 
 
@@ -25,6 +26,13 @@ def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: 
     for _, stride in shape.loops:
         bits |= stride
     return bits & -bits
+
+
+def static_alignment(side: PackedSide, most: int) -> int:
+    """Returns a power of two, up to `most`, that divides the addresses of all blocks of a piece, packed or not."""
+    steps = side.steps
+    strides = BlockShape(((1, steps.page_stride), (1, steps.unit_stride if steps.units > 1 else 0)), most)
+    return common_alignment(side.bases, side.shape, common_alignment(side.bases, strides, 0, most), most)
 
 
 def spread(starts: StartArray, loops: Sequence[tuple[int, int]]) -> StartArray:

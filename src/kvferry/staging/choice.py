@@ -28,8 +28,19 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
     require_triton()
     import torch
 
+    from kvferry.staging.cuda import CudaAccelerator
     from kvferry.staging.gpu import GpuKernels
 
-    kernels = GpuKernels(regions, torch.device("cuda", device.index))
-    kernels.compile()
+    kernels = GpuKernels(regions, CudaAccelerator(device.index))
+    with torch.cuda.device(device.index):  # the caller's thread has the GPU afterwards that it had before
+        kernels.compile()
     return kernels
+
+
+def bind_thread(device: Device) -> None:
+    """Makes a GPU the calling thread's own, where its work is about one: before it looks at an event of that GPU."""
+    if device.kind is not MemoryKind.DRAM:
+        require_cuda(device)
+        from kvferry.staging.cuda import bind_thread as bind
+
+        bind(device.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import tee
 
 from kvferry.plan import ElectedRoute
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
@@ -13,7 +14,7 @@ from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import notifications
 from kvferry.staging.digests import segment_digests
-from kvferry.staging.kernels import Kernels
+from kvferry.staging.kernels import Kernels, PackedBlocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +65,8 @@ class Gathering:
         self._kernels = kernels
         self._writer = writer
         self._is_digested = is_digested
-        self._rest = sub_chunks(moved_blocks(elected, command.moves, packed), chunk_bytes)
+        self._rest, ahead = tee(sub_chunks(moved_blocks(elected, command.moves, packed), chunk_bytes))
+        self._gathers = kernels.gathers(self._placed(chunk) for chunk in ahead)
         self._next = next(self._rest, None)
         self._gathered = 0
         self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
@@ -85,7 +87,7 @@ class Gathering:
         chunk = self._next
         assert chunk is not None
         self._next = next(self._rest, None)
-        digests, runs = self._pack(chunk, address)
+        digests = self._pack(chunk, address)
         segments = tuple(
             notifications.StagedSegment(
                 segment.piece, segment.first_base, segment.stop_base, self._units_of(segment), digest
@@ -107,32 +109,39 @@ class Gathering:
             unit=self._command.unit,
             segments=segments,
         )
-        return Gathered(notification, sum(segment.num_bytes for segment in chunk.segments), runs)
+        return Gathered(
+            notification,
+            sum(segment.num_bytes for segment in chunk.segments),
+            sum(segment.num_blocks for segment in chunk.segments),
+        )
 
-    def _pack(self, chunk: SubChunk, address: int) -> tuple[list[notifications.Digests | None], int]:
-        """Packs the segments. Returns their digests and how many blocks they were in.
-
-        Digests are made segment by segment, while the bytes are in the processor's cache.
-        """
-        offset = runs = 0
-        digests: list[notifications.Digests | None] = []
+    def _pack(self, chunk: SubChunk, address: int) -> list[notifications.Digests | None]:
+        """Packs the segments, and returns their digests."""
+        if not self._is_digested:
+            self._gathers.gather(address)
+            return [None] * len(chunk.segments)
         row_bytes = row_bytes_of(chunk.num_bytes)
+        digests: list[notifications.Digests | None] = []
+        # Segment by segment, while the bytes are in the processor's cache.
+        for segment, blocks in zip(chunk.segments, self._placed(chunk), strict=True):
+            move, piece, where = self._command.moves[segment.move], self._packed[segment.piece], address + blocks.offset
+            self._kernels.gather(blocks.starts, blocks.shape, where)
+            digests.append(segment_digests(segment, move, piece, where, row_bytes=row_bytes))
+        return digests
+
+    def _placed(self, chunk: SubChunk) -> list[PackedBlocks]:
+        """Returns where the blocks of every segment begin, and where they are packed."""
+        offset = 0
+        found = []
         for segment in chunk.segments:
             move, piece = self._command.moves[segment.move], self._packed[segment.piece]
             which = slice(segment.first_unit, segment.stop_unit)
             starts = piece.source.starts(
                 segment.first_base, segment.stop_base, move.source_units[which], move.source_pages[which]
             )
-            offset = aligned(offset)
-            self._kernels.gather(starts, piece.source.shape, address + offset)
-            digests.append(
-                segment_digests(segment, move, piece, address + offset, row_bytes=row_bytes)
-                if self._is_digested
-                else None
-            )
-            offset += segment.num_bytes
-            runs += len(starts)
-        return digests, runs
+            found.append(PackedBlocks(starts, piece.source.shape, aligned(offset)))
+            offset = found[-1].stop
+        return found
 
     def _units_of(self, segment: Segment) -> bytes:
         """Returns the segment's units as they are sent."""

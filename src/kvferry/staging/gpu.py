@@ -1,122 +1,191 @@
-"""The kernels for GPU memory: one launch of a Triton kernel a call, on a stream of the calling thread's own."""
+"""The kernels for GPU memory: whatever is copied at a time is queued at once and waited for once.
+
+Every thread has a stream of its own. Where blocks begin is uploaded for many sub-chunks together, and neighbours in
+staging memory whose blocks have the same shape are one launch.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
-import torch
-import triton.language as tl
 
-from kvferry.errors import SettingsError
 from kvferry.layout import Region
 from kvferry.plan.blocks import BlockShape
-from kvferry.staging.addressing import common_alignment, spread
-from kvferry.staging.kernels import AddressRange, Kernels, StartArray
-from kvferry.staging.triton_kernels import COLUMN_BYTES, MOST_LOOPS, ROWS, copy_runs
+from kvferry.plan.packing import PackedSide
+from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, Stream
+from kvferry.staging.addressing import common_alignment, spread, static_alignment
+from kvferry.staging.kernels import AddressRange, Gathers, Kernels, PackedBlocks, StartArray
 
-_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-_VECTOR_BYTES = 16
-_MOST_PROGRAMS = (1 << 31) - 1
+VECTOR_BYTES = 16
+
+UPLOADED_BLOCKS = 1 << 18
+"""From so many blocks on, further sub-chunks have an upload of their own: 2 MiB of addresses."""
 
 
-def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]:
-    """Returns the constants that one variant of the kernel is compiled for.
+class _Launch(NamedTuple):
+    """As a `CopyLaunch`, before its starts are uploaded.
 
-    Args:
-        alignment: bytes that divide all addresses and lengths, a power of two up to 16.
-        num_loops: loops of a block, at most 4.
-        gather: whether it copies from the pool to staging memory; otherwise back.
+    Attributes:
+        starts: where blocks begin.
+        shape: of every block, with no more loops than the kernel follows.
+        offset: where the first block is packed in the staging memory of its batch.
     """
-    word = min(alignment, max(_WORDS))
-    return {
-        "LOOPS": num_loops,
-        "WORD": _WORDS[word],
-        "WORDS_PER_VECTOR": alignment // word,
-        "ALIGNMENT": alignment,
-        "ROWS": ROWS,
-        "COLUMNS": COLUMN_BYTES // word,
-        "GATHER": gather,
-    }
+
+    starts: StartArray
+    shape: BlockShape
+    offset: int
 
 
 class GpuKernels(Kernels):
     """Copies between a pool and staging memory on one GPU.
 
     A call waits for what it launched and for nothing else, and releases the interpreter lock meanwhile. Pages must hold
-    their bytes when `gather` is called: it does not wait for the engine's streams.
+    their bytes when something is gathered: it does not wait for the engine's streams.
     """
 
-    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+    def __init__(self, regions: Sequence[Region], accelerator: Accelerator) -> None:
         """Takes the pool that the kernels copy from and to.
 
         Args:
             regions: the pool's memory.
-            device: where it is. Under Triton's interpreter, the CPU.
+            accelerator: what copies.
         """
         self._range = AddressRange.over(regions)
-        self._device = device
+        self._accelerator = accelerator
         self._of_thread = threading.local()
+        self._compiled: set[tuple[int, int, bool]] = set()  # alignment, loops, direction: once for all threads
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
-        self._range.check(starts, shape)
-        self._copy(starts, shape, address, gather=True)
+        self.gathers([[PackedBlocks(starts, shape, 0)]]).gather(address)
 
     def scatter(self, address: int, starts: StartArray, shape: BlockShape) -> None:
-        self._range.check(starts, shape)
-        self._copy(starts, shape, address, gather=False)
+        self.scatter_all(address, [PackedBlocks(starts, shape, 0)])
+
+    def gathers(self, batches: Iterable[Sequence[PackedBlocks]]) -> Gathers:
+        return _GpuGathers(self, batches)
+
+    def scatter_all(self, address: int, blocks: Sequence[PackedBlocks]) -> None:
+        (copies,) = self.uploaded([self.launches(blocks)], is_gather=False)
+        self.run(copies, address)
+
+    def prepare(self, sides: Iterable[PackedSide], *, is_gather: bool) -> None:
+        wanted: set[tuple[int, int, bool]] = set()
+        for side in sides:
+            # Blocks of a chunk may happen to be better aligned than all that there are.
+            alignment = static_alignment(side, VECTOR_BYTES)
+            while alignment <= VECTOR_BYTES:
+                wanted.add((alignment, min(len(side.shape.loops), MOST_LOOPS), is_gather))
+                alignment *= 2
+        missing = wanted - self._compiled
+        if missing:
+            self._compile(missing)
 
     def compile(self) -> None:
         """Compiles what most layouts need: runs that are multiples of 16 bytes, in blocks of one and of several."""
-        scratch = torch.zeros(4 * _VECTOR_BYTES, dtype=torch.uint8, device=self._device)
-        torch.cuda.synchronize(self._device)  # our stream does not wait for the one that writes the zeros
-        starts = np.array([scratch.data_ptr()], np.int64)
-        packed = scratch.data_ptr() + 2 * _VECTOR_BYTES
-        for loops in ((), ((2, _VECTOR_BYTES),)):
-            for gather in (True, False):
-                self._copy(starts, BlockShape(loops, _VECTOR_BYTES), packed, gather=gather)
+        self._compile({(VECTOR_BYTES, loops, is_gather) for loops in (0, 1) for is_gather in (True, False)})
 
-    def _copy(self, starts: StartArray, shape: BlockShape, address: int, *, gather: bool) -> None:
-        if not len(starts):
-            return
-        outer, inner = shape.loops[:-MOST_LOOPS], shape.loops[-MOST_LOOPS:]
-        starts = np.array(spread(starts, outer), np.int64)  # torch warns of arrays that cannot be written to
-        alignment = common_alignment(starts, shape, address, _VECTOR_BYTES)
-        num_runs = len(starts) * BlockShape(inner, shape.length).num_runs
-        tiles_per_run = -(-shape.length // COLUMN_BYTES)
-        programs = -(-num_runs // ROWS) * tiles_per_run
-        if max(num_runs + ROWS, programs) > _MOST_PROGRAMS:
-            raise SettingsError(
-                f"{num_runs} runs of {shape.length} bytes are more than one launch copies: lower staging_chunk_mib "
-                "(KVFERRY_STAGING_CHUNK_MIB)"
-            )
-        loops = [*reversed(inner), *[(1, 0)] * (MOST_LOOPS - len(inner))]
-        with self._own_stream():
-            copy_runs[(programs,)](
-                # Small and pageable: copied before the call returns, so that no pinned memory need be kept.
-                torch.from_numpy(starts).to(self._device, non_blocking=True),
-                address,
-                num_runs,
-                shape.length,
-                shape.length // alignment,
-                tiles_per_run,
-                *(count for count, _ in loops),
-                *(stride for _, stride in loops),
-                **constants(alignment, len(inner), gather=gather),
-            )
+    def _compile(self, variants: Iterable[tuple[int, int, bool]]) -> None:
+        stream = self._stream()
+        starts = stream.upload(np.zeros(1, np.int64))
+        for alignment, loops, is_gather in sorted(variants):
+            shape = BlockShape(((1, 0),) * loops, alignment)
+            stream.launch(CopyLaunch(starts, 0, 0, shape.loops, shape.length, 0, alignment, is_gather))
+            self._compiled.add((alignment, loops, is_gather))
+        stream.synchronize()
 
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """Runs what is launched inside on the calling thread's stream, and waits for it."""
-        if self._device.type == "cpu":  # Triton's interpreter has run when it returns
-            yield
+    def launches(self, blocks: Iterable[PackedBlocks]) -> list[_Launch]:
+        """Makes launches of blocks that are copied together: neighbours of one shape are one.
+
+        Raises:
+            RegistrationError: if a block lies outside the pool.
+            LayoutError: if a shape is malformed.
+        """
+        found: list[_Launch] = []
+        together: list[PackedBlocks] = []
+        for each in blocks:
+            self._range.check(each.starts, each.shape)
+            if not len(each.starts):
+                continue
+            if together and (each.shape != together[-1].shape or each.offset != together[-1].stop):
+                found.append(_launch(together))
+                together = []
+            together.append(each)
+        if together:
+            found.append(_launch(together))
+        return found
+
+    def uploaded(self, batches: Sequence[Sequence[_Launch]], *, is_gather: bool) -> deque[list[CopyLaunch]]:
+        """Queues the upload of where the blocks of some batches begin, all together.
+
+        Returns:
+            What is to be launched for each, with addresses in staging memory that count from 0. For this thread, until
+            it has run one of them.
+        """
+        every = [launch.starts for launches in batches for launch in launches]
+        if not every:
+            return deque([] for _ in batches)
+        starts, first = self._stream().upload(np.concatenate(every)), 0
+        found: deque[list[CopyLaunch]] = deque()
+        for launches in batches:
+            found.append([])
+            for each in launches:
+                stop = first + len(each.starts)
+                alignment = common_alignment(each.starts, each.shape, each.offset, VECTOR_BYTES)
+                found[-1].append(
+                    CopyLaunch(
+                        starts, first, stop, each.shape.loops, each.shape.length, each.offset, alignment, is_gather
+                    )
+                )
+                first = stop
+        return found
+
+    def run(self, copies: Sequence[CopyLaunch], address: int) -> None:
+        """Launches what is copied at a time, and waits for all of it."""
+        if not copies:
             return
-        stream = getattr(self._of_thread, "stream", None)
+        stream = self._stream()
+        for copy in copies:
+            bits = copy.alignment | copy.address + address
+            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))
+        stream.synchronize()
+
+    def _stream(self) -> Stream:
+        stream: Stream | None = getattr(self._of_thread, "stream", None)
         if stream is None:
-            stream = self._of_thread.stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
+            self._accelerator.bind_thread()
+            stream = self._of_thread.stream = self._accelerator.stream()
+        return stream
+
+
+class _GpuGathers(Gathers):
+    def __init__(self, kernels: GpuKernels, batches: Iterable[Sequence[PackedBlocks]]) -> None:
+        self._kernels = kernels
+        self._rest = iter(batches)
+        self._uploaded: deque[list[CopyLaunch]] = deque()
+
+    def gather(self, address: int) -> None:
+        if not self._uploaded:
+            self._uploaded = self._kernels.uploaded(self._next_batches(), is_gather=True)
+        self._kernels.run(self._uploaded.popleft(), address)
+
+    def _next_batches(self) -> list[list[_Launch]]:
+        batches: list[list[_Launch]] = []
+        num_blocks = 0
+        for blocks in self._rest:
+            batches.append(self._kernels.launches(blocks))
+            num_blocks += sum(len(launch.starts) for launch in batches[-1])
+            if num_blocks >= UPLOADED_BLOCKS:
+                break
+        return batches
+
+
+def _launch(together: Sequence[PackedBlocks]) -> _Launch:
+    starts = together[0].starts if len(together) == 1 else np.concatenate([each.starts for each in together])
+    shape = together[0].shape
+    outer, inner = shape.loops[:-MOST_LOOPS], shape.loops[-MOST_LOOPS:]
+    return _Launch(spread(starts, outer), BlockShape(inner, shape.length), together[0].offset)

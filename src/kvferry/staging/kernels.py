@@ -8,7 +8,7 @@ are. Bytes are copied as integers: no element type is ever interpreted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,9 +17,38 @@ from numpy.typing import NDArray
 from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Region
 from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import PackedSide
 
 StartArray = NDArray[np.int64]
 """The address of the first byte of every block, shape [blocks]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedBlocks:
+    """Equally shaped blocks, and where they are packed.
+
+    Attributes:
+        starts: byte address of every block's first run, shape [blocks].
+        shape: the shape of every block.
+        offset: where the first block is packed, in bytes behind the first of its batch.
+    """
+
+    starts: StartArray
+    shape: BlockShape
+    offset: int
+
+    @property
+    def stop(self) -> int:
+        """The offset behind the last block."""
+        return self.offset + len(self.starts) * self.shape.num_bytes
+
+
+class Gathers(ABC):
+    """Gathers batch after batch. Any thread may gather the next once the one before is done."""
+
+    @abstractmethod
+    def gather(self, address: int) -> None:
+        """Packs the next batch at an address. Returns when the bytes are there; raises as `Kernels.gather`."""
 
 
 class Kernels(ABC):
@@ -56,6 +85,45 @@ class Kernels(ABC):
             RegistrationError: if a block lies outside the pool. Nothing was copied.
             LayoutError: if the shape is malformed.
         """
+
+    def gathers(self, batches: Iterable[Sequence[PackedBlocks]]) -> Gathers:
+        """Returns what gathers the batches of one write, each at an address of its own.
+
+        Several may be looked at ahead. What lies outside the pool is refused by then, with nothing of its batch copied.
+        """
+        return _OneByOne(self, batches)
+
+    def scatter_all(self, address: int, blocks: Sequence[PackedBlocks]) -> None:
+        """Unpacks a batch. Returns when the bytes are there.
+
+        Args:
+            address: staging memory, where the batch begins.
+            blocks: what lies there.
+
+        Raises:
+            RegistrationError: if a block lies outside the pool.
+            LayoutError: if a shape is malformed.
+        """
+        for each in blocks:
+            self.scatter(address + each.offset, each.starts, each.shape)
+
+    def prepare(self, sides: Iterable[PackedSide], *, is_gather: bool) -> None:  # noqa: B027 - only some need it
+        """Gets ready for blocks of these pieces, so that no chunk waits: compiles what is not compiled yet.
+
+        Args:
+            sides: where this side has the blocks of every piece.
+            is_gather: whether they will be gathered; otherwise scattered.
+        """
+
+
+class _OneByOne(Gathers):
+    def __init__(self, kernels: Kernels, batches: Iterable[Sequence[PackedBlocks]]) -> None:
+        self._kernels = kernels
+        self._rest = iter(batches)
+
+    def gather(self, address: int) -> None:
+        for each in next(self._rest):
+            self._kernels.gather(each.starts, each.shape, address + each.offset)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Sequence
 from types import TracebackType
 
 import numpy as np
@@ -11,9 +12,16 @@ from numpy.typing import NDArray
 
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging.cuda_driver import CudaDriver, CudaDriverError
 from kvferry.staging.requirements import require_cuda
 
 _HUGE_PAGE_BYTES = 2 << 20
+
+NOT_MAPPED = (
+    "where nothing faster connects two GPUs of this machine, direct writes from and to it go through the network's "
+    "stack. Leave out expandable_segments (PYTORCH_CUDA_ALLOC_CONF), vLLM's sleep mode and SGLang's memory saver, or "
+    "take KVFERRY_PATH=staged, whose own memory can be shared"
+)
 _KEPT_FOR_GOOD: list[object] = []  # global, since only the process lives as long as a write may take
 
 
@@ -112,13 +120,34 @@ def _on_cpu(num_bytes: int, device: Device) -> StagingMemory:
 
 def _on_gpu(num_bytes: int, device: Device) -> StagingMemory:
     require_cuda(device)
-    import torch
-
     try:
-        memory = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device.index))
-    except RuntimeError as error:  # torch.cuda.OutOfMemoryError is one
+        # The driver's, and not torch's allocator's: that may be of a kind which transports cannot map elsewhere.
+        memory = CudaDriver().allocate(num_bytes, device.index)
+    except (CudaDriverError, OSError) as error:
         raise _too_much(num_bytes, device, error) from error
-    return StagingMemory(Region(memory.data_ptr(), num_bytes), device, memory)
+    return StagingMemory(Region(memory.address, num_bytes), device, memory)
+
+
+def why_not_mapped(regions: Sequence[Region], device: Device, driver: CudaDriver | None = None) -> str:
+    """Returns why transports cannot map a pool into another process, which makes direct writes slow; empty if they can.
+
+    Args:
+        regions: the pool's memory.
+        device: where it is.
+        driver: of the GPU; None loads it.
+    """
+    if device.kind is MemoryKind.DRAM:
+        return ""
+    try:
+        found = (driver or CudaDriver()).first_unmapped(regions)
+    except (CudaDriverError, OSError):  # whoever registers the memory says what is wrong with it
+        return ""
+    if found is None:
+        return ""
+    return (
+        f"the pool's memory on {device} (at {found.address:#x}) is not of the kind that CUDA shares between processes "
+        f"(cudaMalloc's): {NOT_MAPPED}"
+    )
 
 
 def _too_much(num_bytes: int, device: Device, error: Exception) -> SettingsError:

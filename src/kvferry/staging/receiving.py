@@ -15,6 +15,7 @@ from kvferry.staging.digests import DigestMemory
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory
 from kvferry.staging.resources import StagingResources
+from kvferry.staging.sizes import staging_sizes
 from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
@@ -138,7 +139,7 @@ class ReceivingStaging:
         self._transport = transport
         self._resources = resources
         self._problem = ""
-        self._ring_bytes = int(settings.staging_ring_mib * 2**20)
+        self._ring_bytes = staging_sizes(settings, layout.device.kind).ring_bytes
         self._rings: dict[str, WriterRing] = {}  # by the prefill rank's endpoint
         self._earlier: dict[str, list[WriterRing]] = {}  # those that may be written to until it has attached anew
         self._free: list[WriterRing] = []
@@ -186,6 +187,7 @@ class ReceivingStaging:
             return Staging(path=self.path, problem=str(error))
         if memory is None:
             return Staging(path=self.path, problem=self._why_no_memory())
+        self.kernels.prepare((each.destination for unit in Unit for each in plan.packed_pieces(unit)), is_gather=False)
         ring = WriterRing(memory, plan, epoch=self._resources.epoch(), send=send)
         self._rings[endpoint] = ring
         speed = self._resources.copy_bytes_per_s(

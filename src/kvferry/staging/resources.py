@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import PackedSide
-from kvferry.staging.choice import kernels_for
+from kvferry.staging.choice import bind_thread, kernels_for
 from kvferry.staging.copy_speed import copy_bytes_per_s
 from kvferry.staging.kernels import Kernels
-from kvferry.staging.memory import StagingMemory, allocate
+from kvferry.staging.memory import StagingMemory, allocate, why_not_mapped
 
 
 class StagingResources(ABC):
@@ -30,6 +30,14 @@ class StagingResources(ABC):
         """Measures kernels, as `calibration.copy_bytes_per_s`."""
 
     @abstractmethod
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        """Returns why transports cannot map a pool into another process, as `memory.why_not_mapped`."""
+
+    @abstractmethod
+    def bind_thread(self, device: Device) -> None:
+        """Gets the calling thread ready to look at a device's events, as `choice.bind_thread`."""
+
+    @abstractmethod
     def epoch(self) -> int:
         """Draws a number for a ring that no other ring has, up to 2**63."""
 
@@ -45,6 +53,12 @@ class MachineResources(StagingResources):
 
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
         return copy_bytes_per_s(kernels, sides, memory)
+
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        return why_not_mapped(regions, device)
+
+    def bind_thread(self, device: Device) -> None:
+        bind_thread(device)
 
     def epoch(self) -> int:
         return secrets.randbits(63)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvferry.errors import MessageError
 from kvferry.plan.packing import aligned
@@ -10,7 +10,7 @@ from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.staging.digests import verify_segment
-from kvferry.staging.kernels import Kernels
+from kvferry.staging.kernels import Kernels, PackedBlocks
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.resolving import Blocks, resolved
 
@@ -45,18 +45,19 @@ def scatter_part(
         ends = aligned(ends) + blocks.num_bytes
     if ends != span.num_bytes:
         raise MessageError(f"{span.num_bytes} bytes of staging memory for segments of {ends}")
-    for blocks, address in _placed(parts, ring.address(span)):
-        kernels.scatter(address, blocks.starts, blocks.piece.destination.shape)
+    address, packed = ring.address(span), _packed(parts)
+    kernels.scatter_all(address, packed)
     if not is_verified:
         return
-    for segment, (blocks, address) in zip(message.segments, _placed(parts, ring.address(span)), strict=True):
-        verify_segment(segment, blocks, ring.plan, places, kernels, address, unit=message.unit, writer=message.writer)
+    for segment, blocks, placed in zip(message.segments, parts, packed, strict=True):
+        where = address + placed.offset
+        verify_segment(segment, blocks, ring.plan, places, kernels, where, unit=message.unit, writer=message.writer)
 
 
-def _placed(parts: Sequence[Blocks], address: int) -> Iterator[tuple[Blocks, int]]:
-    """Yields every segment's blocks, and where they are packed."""
-    offset = 0
+def _packed(parts: Sequence[Blocks]) -> list[PackedBlocks]:
+    """Returns every segment's blocks, and where they are packed."""
+    found: list[PackedBlocks] = []
     for blocks in parts:
-        offset = aligned(offset)
-        yield blocks, address + offset
-        offset += blocks.num_bytes
+        offset = aligned(found[-1].stop) if found else 0
+        found.append(PackedBlocks(blocks.starts, blocks.piece.destination.shape, offset))
+    return found

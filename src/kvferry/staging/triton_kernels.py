@@ -7,16 +7,15 @@ follow postponed annotations of types here in every version, so this file does w
 import triton
 import triton.language as tl
 
+from kvferry.staging.accelerator import MOST_LOOPS
+
 ROWS = 32
 """Runs of a tile."""
 
 COLUMN_BYTES = 256
 """Bytes of every run in a tile. Two runs a warp and instruction, in 16-byte words."""
 
-MOST_LOOPS = 4
-"""Nested loops that the kernel follows by itself."""
-
-_NOT_SPECIALIZED = ["packed", "num_runs", "run_bytes", "run_vectors", "tiles_per_run"] + [
+_NOT_SPECIALIZED = ["starts", "packed", "num_runs", "run_bytes", "run_vectors", "tiles_per_run"] + [
     f"{what}_{number}" for what in ("count", "stride") for number in range(MOST_LOOPS)
 ]
 

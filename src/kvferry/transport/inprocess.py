@@ -50,14 +50,14 @@ class InProcessNetwork:
 
 
 @dataclass(slots=True, eq=False)
-class _Connection(Connection):
+class InProcessConnection(Connection):
     """A connection, which ends when either side does: a later endpoint of the same name is another peer."""
 
     target: InProcessTransport
 
 
 class _InProcessHandle(TransferHandle):
-    def __init__(self, connection: _Connection, copies: Copies, notification: bytes) -> None:
+    def __init__(self, connection: InProcessConnection, copies: Copies, notification: bytes) -> None:
         self.connection = connection
         self.copies = copies
         self.notification = notification
@@ -65,7 +65,7 @@ class _InProcessHandle(TransferHandle):
         self.report: TransferReport | None = None
 
 
-class InProcessTransport(RangeTransport[_Connection]):
+class InProcessTransport(RangeTransport[InProcessConnection]):
     """Moves bytes within the process."""
 
     name = "inprocess"
@@ -85,23 +85,28 @@ class InProcessTransport(RangeTransport[_Connection]):
         self._closed = False
         network.join(self)
 
-    def open(self, peer: PeerMetadata) -> _Connection:
-        return _Connection(peer, self._network.member(peer.name))
+    def open(self, peer: PeerMetadata) -> InProcessConnection:
+        return InProcessConnection(peer, self._network.member(peer.name))
 
-    def _alive(self, connection: _Connection) -> InProcessTransport:
+    def alive(self, connection: InProcessConnection) -> InProcessTransport:
+        """Returns the transport at the other end.
+
+        Raises:
+            PeerDisconnectedError: if it has left the network, or another one has its name.
+        """
         name = connection.peer.name
         if self._network.member(name) is not connection.target:
             raise PeerDisconnectedError(f"{name!r} was started anew: connect again")
         return connection.target
 
-    def start(self, connection: _Connection, copies: Copies, notification: bytes) -> TransferHandle:
-        self._alive(connection)
+    def start(self, connection: InProcessConnection, copies: Copies, notification: bytes) -> TransferHandle:
+        self.alive(connection)
         return _InProcessHandle(connection, copies, notification)
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _InProcessHandle)
         if transfer.report is None:
-            target = self._alive(transfer.connection)
+            target = self.alive(transfer.connection)
             for source, destination, length in transfer.copies:
                 ctypes.memmove(destination, source, length)
             if transfer.notification:
@@ -111,7 +116,7 @@ class InProcessTransport(RangeTransport[_Connection]):
         return transfer.report
 
     def notify(self, peer: str, notification: bytes) -> None:
-        self._alive(self.connection(peer)).deliver(self.endpoint_name, notification)
+        self.alive(self.connection(peer)).deliver(self.endpoint_name, notification)
 
     def deliver(self, sender: str, notification: bytes) -> None:
         """Receives a notification from another transport of the network."""

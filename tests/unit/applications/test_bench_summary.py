@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from io import StringIO
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 from tests.unit.applications.test_bench_options import options
@@ -13,6 +15,7 @@ from tests.unit.applications.test_bench_options import options
 from kvferry.applications.bench import report
 from kvferry.applications.bench.commands import Received, Sent, Way
 from kvferry.applications.bench.drawing import draw
+from kvferry.applications.bench.interpreter_time import interpreter_cpu_s, taken_since
 from kvferry.applications.bench.measure import Measured, Round, Run, combined
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pattern import Checked
@@ -29,6 +32,7 @@ def run_of(num_bytes: int, seconds: float, path: str = "direct") -> Run:
         exposed_s=(seconds / 4, seconds / 2),
         submit_s=(1e-5, 3e-5),
         cpu_s=0.5 * num_bytes / 1e9,
+        interpreter_s=0.2 * num_bytes / 1e9,
         descriptors=(100, 100),
         writes=(1, 3),
         ways=(Way(path, "it is faster", num_bytes),),
@@ -116,6 +120,7 @@ def test_the_json_has_the_fields_in_their_units():
     assert direct["latency_ms"]["p50"] == 375.0
     assert set(direct["latency_ms"]) == {"p50", "p95", "p99"}
     assert direct["cpu_s_per_gb"] == 0.5
+    assert direct["interpreter_s_per_gb"] == 0.2
     assert direct["descriptors"] == 100
     assert direct["writes"] == 2
     assert direct["bytes_per_request"] == 10**9 // 2
@@ -206,14 +211,15 @@ def accounts() -> tuple[list[Sent], list[Received]]:
             (2.0, 4.5),
             (1e-6, 2e-6),
             0.5,
+            0.25,
             ({"a": 10, "b": 20}, {"a": 10}),
             (3, 4),
             (2, 1),
             (Way("direct", "", 40),),
         ),
-        Sent((0.5, 2.5), (1.5, 4.75), (3e-6, 4e-6), 0.25, ({"a": 5}, {}), (1, 0), (1, 0), (Way("staged", "", 5),)),
+        Sent((0.5, 2.5), (1.5, 4.75), (3e-6, 4e-6), 0.25, 0.2, ({"a": 5}, {}), (1, 0), (1, 0), (Way("staged", "", 5),)),
     ]
-    return sent, [Received("a", (3.0, 5.0), 0.1), Received("b", (4.0, 4.5), 0.15)]
+    return sent, [Received("a", (3.0, 5.0), 0.1, 0.05), Received("b", (4.0, 4.5), 0.15, 0.1)]
 
 
 def test_times_run_from_the_first_submit_to_the_last_arrival_of_all_ranks():
@@ -223,6 +229,7 @@ def test_times_run_from_the_first_submit_to_the_last_arrival_of_all_ranks():
     assert result.exposed_s == (2.0, 0.25), "from the last submit of any rank to the last arrival"
     assert result.num_bytes == 45
     assert result.cpu_s == pytest.approx(1.0)
+    assert result.interpreter_s == pytest.approx(0.6)
     assert result.descriptors == (4, 4)
     assert result.writes == (3, 1)
     assert result.submit_s == (1e-6, 2e-6, 3e-6, 4e-6)
@@ -259,3 +266,21 @@ def test_a_picture_of_nothing_but_refusals_is_drawn(tmp_path: Path):
     refusals = [case for case in summarise(refused()) if case.figures is None]
     draw(refusals, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 1000
+
+
+def test_nobody_guesses_what_the_interpreters_took():
+    sent, received = accounts()
+    received[0] = msgspec.structs.replace(received[0], interpreter_s=None)
+    assert combined(sent, received, in_flight=2, asked_at=None).interpreter_s is None
+
+
+def test_what_the_interpreter_takes_is_counted_and_no_more_than_all():
+    before, cpu_before = interpreter_cpu_s(), time.process_time()
+    if before is None:
+        pytest.skip("this system has no /proc/self/task/*/schedstat")
+    while time.process_time() < cpu_before + 0.05:
+        pass
+    taken = taken_since(before)
+    assert taken is not None
+    assert 0.02 < taken < time.process_time() - cpu_before + 0.02
+    assert taken_since(None) is None

@@ -160,11 +160,11 @@ class Ranks:
                     return commands.Failed("TransferFailedError: a chunk can never fit")
                 self._now += 1.0
                 if not is_prefill:
-                    return commands.Received("receiver", (self._now + 1,) * count, 0.5)
+                    return commands.Received("receiver", (self._now + 1,) * count, 0.5, 0.2)
                 way = commands.Way("staged", "asked for", 10)
                 bytes_sent = ({"receiver": 10},) * count
                 times, ones = (self._now,) * count, (1,) * count
-                return commands.Sent(times, times, (1e-6,) * count, 0.5, bytes_sent, ones, ones, (way,))
+                return commands.Sent(times, times, (1e-6,) * count, 0.5, 0.2, bytes_sent, ones, ones, (way,))
             case commands.Check():
                 return commands.Found(Checked(100))
             case commands.Listen():

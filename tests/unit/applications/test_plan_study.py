@@ -15,9 +15,10 @@ from kvferry.applications.plan.counting import PagePlacement, units_in_request
 from kvferry.applications.plan.report import as_json, numbers_in_words, verdict
 from kvferry.applications.plan.study import Pair, RequestOptions, SideOptions, Study, bulk_writes, study
 from kvferry.errors import IncompatiblePeerError, LayoutError, ModelError, SettingsError
-from kvferry.layout import PageOrder
+from kvferry.layout import MemoryKind, PageOrder
 from kvferry.plan import PairPlan, SourceGroup, Unit, places, selectors
 from kvferry.settings import Settings
+from kvferry.staging.sizes import staging_sizes
 
 ATTENTION = {
     name: {"name": name, "layers": "all", "axes": {"head": 2, "dim": 4}, "dtype": "bfloat16", "tp_axis": "head"}
@@ -176,7 +177,7 @@ def test_the_path_is_that_of_the_cost_model(case: Case):
 
 
 def test_bulk_writes_are_of_the_size_that_endpoints_write():
-    assert Settings().staging_chunk_mib == 8
+    assert staging_sizes(Settings(), MemoryKind.DRAM).chunk_bytes == 8 << 20
     assert [bulk_writes(size) for size in (1, 8 << 20, (8 << 20) + 1, 40 << 20)] == [1, 1, 2, 5]
 
 

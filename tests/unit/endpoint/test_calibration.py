@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvferry import RankLayout, attention_components, shard_from_tensors
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey, spread_rows
-from kvferry.layout import Device, Region
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import PackedPiece, PackedSide
@@ -45,6 +46,7 @@ class Clockwork:
     is_synchronous: bool = True
     first_s: float = 0.0  # the first of all writes takes so much longer
     written = 0
+    largest = 0
 
     def prepare(self, rows: Any, peer: str | None) -> PreparedList:
         return PreparedList(peer, rows, len(rows), int(rows[:, 4].sum()))
@@ -53,6 +55,7 @@ class Clockwork:
         pass
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
+        self.largest = max(self.largest, source.length)
         return self._flight(WRITE_S + source.length / BULK_BYTES_PER_S)
 
     def post(self, local: Any, here: Any, remote: Any, there: Any, notification: bytes) -> TransferHandle:
@@ -89,26 +92,32 @@ class Gathering(Kernels):
     """Gathers at a known speed."""
 
     clock: Clock
+    largest = 0
 
     def gather(self, starts: Any, shape: BlockShape, address: int) -> None:
+        self.largest = max(self.largest, len(starts) * shape.num_bytes)
         self.clock.spend(len(starts) * shape.num_bytes / GATHER_BYTES_PER_S)
 
     def scatter(self, address: int, starts: Any, shape: BlockShape) -> None:
         raise AssertionError("calibrating must not write into a pool")
 
 
-def calibration(clock: Clock, transport: Any, pages: int = 4096) -> tuple[Calibration, list[PackedPiece], list[Any]]:
+def calibration(
+    clock: Clock, transport: Any, pages: int = 4096, device: Device = HOST
+) -> tuple[Calibration, list[PackedPiece], list[Any]]:
     tensors = [np.zeros((pages, 16, 1, 128), np.uint8) for _ in range(2)]
-    layout = RankLayout(shards=(shard_from_tensors(COMPONENT, tensors, dims=("page", "token", "head", "dim")),))
+    shard = shard_from_tensors(COMPONENT, tensors, dims=("page", "token", "head", "dim"))
+    layout = RankLayout(shards=(replace(shard, device=device),))
     side = PackedSide(
         np.array([each.ctypes.data for each in tensors]), BlockShape((), 2048), PageSteps(1, 2048, 2048), pages
     )
     piece = PackedPiece("kv", 0, side, side, 2, 2048, 1)
-    memory = StagingMemory(Region(1 << 21, 2 << 20), HOST, owner=tensors)
+    memory = StagingMemory(Region(1 << 21, (2 if device is HOST else 64) << 20), device, owner=tensors)
     return Calibration(transport, Gathering(clock), layout, memory), [piece], tensors
 
 
 RING = Region(1 << 30, 32 << 20)
+GPU = Device(MemoryKind.VRAM, 0)
 
 
 @pytest.mark.parametrize("is_synchronous", [True, False])
@@ -125,6 +134,32 @@ def test_the_costs_are_those_of_the_transport(monkeypatch: pytest.MonkeyPatch, i
     assert costs.gather_bytes_per_s == pytest.approx(GATHER_BYTES_PER_S, rel=0.01)
     assert costs.scatter_bytes_per_s == 7e9
     assert costs.is_one_memory is is_synchronous
+    del kept
+
+
+@pytest.mark.parametrize("is_synchronous", [True, False])
+def test_on_a_gpu_nothing_sleeps_and_what_is_measured_is_no_launch(
+    monkeypatch: pytest.MonkeyPatch, is_synchronous: bool
+):
+    clock = Clock(monkeypatch)
+    transport = Clockwork(clock, is_synchronous)
+    poll = transport.poll
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("a sleep is longer than what is measured"))
+
+    def slow_poll(transfer: Any) -> TransferReport | None:
+        clock.spend(1e-6)
+        return poll(transfer)
+
+    monkeypatch.setattr(transport, "poll", slow_poll)
+    made, pieces, kept = calibration(clock, transport, pages=1 << 16, device=GPU)
+    ring = Region(1 << 30, 256 << 20)
+    costs = made.costs(WireKey("here", "clockwork", GPU, GPU), "peer", ring, pieces, scatter_bytes_per_s=7e9)
+    assert transport.largest == 64 << 20
+    assert costs.bulk_bytes_per_s == pytest.approx(BULK_BYTES_PER_S, rel=0.001)
+    assert costs.wire_bytes_per_s == pytest.approx(LARGE_BYTES_PER_S, rel=0.01)
+    assert costs.seconds_per_descriptor == pytest.approx(DESCRIPTOR_S, rel=0.05)
+    assert not costs.is_one_memory
+    assert made._kernels.largest == 64 << 20  # type: ignore[attr-defined]
     del kept
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.engines.vllm.worker import WorkerSide
-from kvferry.layout import RankLayout
+from kvferry.layout import Device, MemoryKind, RankLayout
 
 PAGE_TOKENS = 16
 
@@ -158,8 +160,9 @@ def test_the_pages_of_blocks_reach_as_far_as_the_requests_tokens(
 class Outgoing:
     """Notes what it is given."""
 
-    def __init__(self, ranges: LayerRanges) -> None:
+    def __init__(self, ranges: LayerRanges, bind_thread: Callable[[], None]) -> None:
         self.ranges = ranges
+        self.bind_thread = bind_thread
         self.given: list[int | str] = []
 
     def add_layers(self, request: str, opens: Any, groups: Any, fence: Any, ranges: int) -> None:
@@ -236,3 +239,45 @@ def test_layers_whose_order_nobody_knows_leave_with_their_step(sending: Sending,
     side.after(step, None)
     assert outgoing.given == ["all"]
     assert "KVFERRY_LAYER_RANGES is 3, but all layers leave when their step is over" in caplog.text
+
+
+class Announced(Decode):
+    """Says when it was announced, and on which thread the device was made its own."""
+
+    def __init__(self, *_: Any, announces: bool, **__: Any) -> None:
+        super().__init__()
+        self.announced = [announces]
+
+    def announce(self) -> None:
+        self.announced.append(True)
+
+
+@pytest.mark.parametrize("kind", MemoryKind)
+def test_on_a_gpu_nobody_can_attach_before_the_first_step_is_over(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind):
+    """vLLM registers caches, captures graphs, and then has steps."""
+    bound: list[tuple[str, Device]] = []
+    monkeypatch.setattr(worker_module, "PrefillEndpoint", Announced)
+    monkeypatch.setattr(worker_module, "OutgoingRequests", Outgoing)
+    monkeypatch.setattr(
+        worker_module, "bind_thread", lambda device: bound.append((threading.current_thread().name, device))
+    )
+    caches, device = described(1), Device(kind)
+    shards = tuple(msgspec.structs.replace(shard, device=device) for shard in caches.layout.shards)
+    caches = DescribedCaches(msgspec.structs.replace(caches.layout, shards=shards), caches.pages_per_block)
+    settings = Settings()
+    side = WorkerSide(
+        caches, cast(Any, None), RankCoordinates(), settings, engine="e", sends=True, receives=False, fingerprint={}
+    )
+    endpoint = cast(Announced, side._prefill)
+    ((thread, bound_to),) = bound
+    assert thread.startswith("kvferry-vllm-start")
+    assert bound_to == device
+    if kind is MemoryKind.DRAM:
+        assert endpoint.announced == [True]
+        return
+    side.before(Step())
+    side.receive(Step())
+    assert endpoint.announced == [False]
+    for _ in range(2):
+        side.after(Step(), None)
+    assert endpoint.announced == [False, True]

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
+from tests.support.interpreted_accelerator import InterpretedAccelerator
 from tests.support.sparse import FAR_BLOCKS, check_far_blocks
 from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, check_round_trip, check_scatter
 from tests.support.tiers import examples
@@ -27,7 +27,7 @@ assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/staging/test_t
 
 
 def interpreted(regions: Sequence[Region]) -> GpuKernels:
-    return GpuKernels(regions, torch.device("cpu"))
+    return GpuKernels(regions, InterpretedAccelerator())
 
 
 @pytest.mark.parametrize("case", ODD_CASES.values(), ids=ODD_CASES)
@@ -112,7 +112,7 @@ def test_layers_far_apart_are_one_launch(monkeypatch: pytest.MonkeyPatch):
             launch: Callable[..., None] = kernel[grid]
             return launch
 
-    monkeypatch.setattr("kvferry.staging.gpu.copy_runs", Counting())
+    monkeypatch.setattr("kvferry.staging.cuda.copy_runs", Counting())
     blocks = tuple((layer, page * 1024) for layer in range(12) for page in (3, 0))
     check_round_trip(interpreted, Case((4096,) * 12, blocks, BlockShape(((4, 256),), 128), before=5), "cpu")
     assert len(launches) == 2, "one to gather and one to scatter"

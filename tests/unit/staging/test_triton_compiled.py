@@ -15,7 +15,7 @@ def instructions(alignment: int, loops: int, gather: bool, capability: int) -> l
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvferry.staging.gpu import constants
+    from kvferry.staging.cuda import constants
     from kvferry.staging.triton_kernels import copy_runs
 
     signature = {

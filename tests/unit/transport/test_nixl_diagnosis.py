@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -118,8 +120,18 @@ def test_a_nixl_that_cannot_be_loaded_is_wrong(monkeypatch: pytest.MonkeyPatch):
 def test_the_wheels_that_are_installed_are_named(
     wheels: tuple[str, ...], severities: list[Severity], said: str, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(nixl_diagnosis, "load_bindings", lambda: None)
+    monkeypatch.setattr(nixl_diagnosis, "load_bindings", lambda: ModuleType("nixl_cu13._bindings"))
     monkeypatch.setattr(nixl_diagnosis, "installed_version", lambda name: "1.5.1" if name in wheels else None)
     found = [finding for finding in DIAGNOSIS.findings(Settings()) if finding.about == "nixl"]
     assert [finding.severity for finding in found] == severities
     assert said in f"{found[-1].what} {found[-1].remedy}"
+
+
+def test_a_wheel_for_another_cuda_than_torchs_is_to_be_looked_at(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda="12.8")))
+    monkeypatch.setattr(nixl_diagnosis, "load_bindings", lambda: ModuleType("nixl_cu13._bindings"))
+    monkeypatch.setattr(nixl_diagnosis, "installed_version", lambda name: "1.5.1" if name == "nixl-cu13" else None)
+    (found,) = [finding for finding in DIAGNOSIS.findings(Settings()) if finding.about == "nixl"]
+    assert found.severity is Severity.WARNING
+    assert "torch is built for CUDA 12" in found.what
+    assert "nixl-cu12" in found.remedy

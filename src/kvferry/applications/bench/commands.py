@@ -145,6 +145,7 @@ class Sent(_Message, frozen=True):
         computed_at: of every transfer, just behind its last chunk.
         submit_s: how long every submit took the caller.
         cpu_s: of the whole process, meanwhile.
+        interpreter_s: of that, what the interpreter's threads have taken; None where nobody says.
         sent_bytes: for every transfer, how many went to each receiver.
         descriptors: of every transfer.
         writes: of every transfer, chunks to receivers.
@@ -155,6 +156,7 @@ class Sent(_Message, frozen=True):
     computed_at: tuple[float, ...]
     submit_s: tuple[float, ...]
     cpu_s: float
+    interpreter_s: float | None
     sent_bytes: tuple[dict[str, int], ...]
     descriptors: tuple[int, ...]
     writes: tuple[int, ...]
@@ -168,11 +170,13 @@ class Received(_Message, frozen=True):
         endpoint: how prefill ranks call it.
         ended_at: of every transfer, by its machine's steady clock.
         cpu_s: of the whole process, meanwhile.
+        interpreter_s: of that, what the interpreter's threads have taken; None where nobody says.
     """
 
     endpoint: str
     ended_at: tuple[float, ...]
     cpu_s: float
+    interpreter_s: float | None
 
 
 class Found(_Message, frozen=True):

@@ -45,6 +45,7 @@ class Run:
             sides share no clock.
         submit_s: of every submit.
         cpu_s: of all ranks' processes.
+        interpreter_s: of that, what the interpreters' threads have taken; None where nobody says.
         descriptors: of every transfer, over all ranks.
         writes: of every transfer, over all ranks: of each chunk to each receiver one.
         ways: how the bytes travelled.
@@ -56,6 +57,7 @@ class Run:
     exposed_s: tuple[float, ...]
     submit_s: tuple[float, ...]
     cpu_s: float
+    interpreter_s: float | None
     descriptors: tuple[int, ...]
     writes: tuple[int, ...]
     ways: tuple[commands.Way, ...]
@@ -264,6 +266,7 @@ def combined(
         begun = [min(times) for times in zip(*(account.submitted_at for account in sent), strict=True)]
     else:
         begun = [asked_at if number < in_flight else ended[number - in_flight] for number in range(len(ended))]
+    interpreters = [*(account.interpreter_s for account in sent), *(account.interpreter_s for account in received)]
     computed = [max(times) for times in zip(*(account.computed_at for account in sent), strict=True)]
     return Run(
         num_bytes=sum(sum(transfer.values()) for account in sent for transfer in account.sent_bytes),
@@ -275,6 +278,7 @@ def combined(
         else tuple(max(0.0, end - through) for through, end in zip(computed, ended, strict=True)),
         submit_s=tuple(seconds for account in sent for seconds in account.submit_s),
         cpu_s=sum(account.cpu_s for account in sent) + sum(account.cpu_s for account in received),
+        interpreter_s=None if None in interpreters else sum(each for each in interpreters if each is not None),
         descriptors=tuple(sum(counts) for counts in zip(*(account.descriptors for account in sent), strict=True)),
         writes=tuple(sum(counts) for counts in zip(*(account.writes for account in sent), strict=True)),
         ways=tuple(way for account in sent for way in account.ways),

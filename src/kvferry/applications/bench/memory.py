@@ -8,10 +8,10 @@ from pathlib import Path
 
 from kvferry.applications.bench.options import BenchOptions, Side, variant_of
 from kvferry.applications.bench.pool import pool_bytes
-from kvferry.endpoint.prefill.paths import CALIBRATION_BYTES
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind
 from kvferry.settings import Settings
+from kvferry.staging.sizes import staging_sizes
 
 PROCESS_BYTES = 200 << 20
 """What a rank's process takes beside its pool: the interpreter, the transport, and a little to check with."""
@@ -67,11 +67,11 @@ def _needed_by_side(options: BenchOptions, side: Side) -> Amount:
 def staging_bytes(options: BenchOptions, side: Side) -> int:
     """The most staging memory that the endpoints of one rank take: each variant that may stage has its own."""
     settings = Settings()
-    ring_bytes, most = (int(mib * 2**20) for mib in (settings.staging_ring_mib, settings.staging_memory_mib))
+    sizes, most = staging_sizes(settings, options.device.kind), int(settings.staging_memory_mib * 2**20)
     if side is options.prefill:
-        wanted = settings.gather_workers * ring_bytes + min(ring_bytes, CALIBRATION_BYTES)
+        wanted = settings.gather_workers * sizes.ring_bytes + sizes.measured_bytes
     else:
-        wanted = options.prefill.tp_size * ring_bytes
+        wanted = options.prefill.tp_size * sizes.ring_bytes
     return sum(variant_of(name).may_stage for name in options.variants) * min(wanted, most)
 
 

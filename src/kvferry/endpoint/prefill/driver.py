@@ -150,6 +150,7 @@ class PrefillDriver(Loop):
                 settle_s=settings.quarantine_s,
                 platform=platform,
                 name=name,
+                device=identity.layout.device,
             )
             undo.callback(self.workers.stop)
             unasked = UnaskedRooms(

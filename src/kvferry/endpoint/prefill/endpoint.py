@@ -46,6 +46,7 @@ class PrefillEndpoint(Endpoint):
         transport: Transport | None = None,
         host_registry: bool | None = None,
         fingerprint: Mapping[str, str] | None = None,
+        announces: bool = True,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory, starts the threads and announces the rank; the registry may come up later.
@@ -62,6 +63,9 @@ class PrefillEndpoint(Endpoint):
                 compute them and the type of their numbers. Decode ranks that say another of any field are refused,
                 unless the setting may_differ names it. Field names are the caller's own, but for those that need not
                 agree: `engine` and `attention_backend`, and `speculative_model` where only one side says it.
+            announces: whether decode ranks may find this rank, and attach to it, from now on; otherwise from
+                `announce` on. Attaching copies on the pool's device and looks at events there, on other threads: an
+                engine that captures CUDA graphs waits until it has.
             platform: the machine; this one if None.
 
         Raises:
@@ -92,9 +96,13 @@ class PrefillEndpoint(Endpoint):
             self.control_address = self._driver.control_address
             log.info("prefill rank %d of %r: decode ranks are told %s", self.engine_rank, engine, self.control_address)
             self._telemetry.start()
-            # Last: whoever finds it is served.
-            self._registration.announce(self._identity, self.control_address, self._drain_by_order)
+            if announces:
+                self.announce()  # last: whoever finds it is served
             undo.pop_all()
+
+    def announce(self) -> None:
+        """Lets decode ranks find this rank, unless they can already. Returns at once."""
+        self._registration.announce(self._identity, self.control_address, self._drain_by_order)
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""

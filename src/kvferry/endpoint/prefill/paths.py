@@ -20,14 +20,11 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.rings import PeerMemory, SharedRing
+from kvferry.staging.sizes import staging_sizes
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
 
 log = logging.getLogger(__name__)
-
-CALIBRATION_BYTES = 2 << 20
-"""Staging memory of a prefill endpoint that only measurements use."""
-
 
 UNPROVEN = "the decode side could not prove that this prefill rank has ended (KVFERRY_UNPROVEN_PATH)"
 
@@ -110,9 +107,10 @@ class SendingStaging:
         self._layout = layout
         self._transport = transport
         self._platform = platform
-        self._ring_bytes = int(settings.staging_ring_mib * 2**20)
+        self._sizes = staging_sizes(settings, layout.device.kind)
+        self._ring_bytes = self._sizes.ring_bytes
         # A multiple of what segments are aligned to, since slots follow each other.
-        self._chunk_bytes = aligned(int(settings.staging_chunk_mib * 2**20) - SEGMENT_ALIGNMENT + 1)
+        self._chunk_bytes = aligned(self._sizes.chunk_bytes - SEGMENT_ALIGNMENT + 1)
         # Guards the count below, since workers that gather take more memory when they need it, and the digest memory.
         self._lock = threading.Lock()
         self._taken_bytes = 0
@@ -134,11 +132,11 @@ class SendingStaging:
     def _take_memory(self) -> None:
         """Allocates what every worker that gathers begins with, and what calibrations need. Raises as `__init__`."""
         settings, layout = self._settings, self._layout
-        sizes = [min(self._ring_bytes, CALIBRATION_BYTES), *[self._ring_bytes] * settings.gather_workers]
+        sizes = [self._sizes.measured_bytes, *[self._ring_bytes] * settings.gather_workers]
         if sum(sizes) > settings.staging_memory_mib * 2**20:
             raise SettingsError(
                 f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
-                f"{settings.staging_ring_mib:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
+                f"{self._ring_bytes / 2**20:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
                 f"need more than {settings.staging_memory_mib:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
         kernels = self._platform.staging.kernels(layout.regions(), layout.device)
@@ -245,6 +243,7 @@ class SendingStaging:
         assert self._kernels is not None
         assert self._calibration is not None
         peer = PeerMemory(ring.address, ring.epoch, SharedRing(ring.num_bytes))
+        self._kernels.prepare((each.source for unit in Unit for each in plan.packed_pieces(unit)), is_gather=True)
         costs = PathCosts()
         if not is_forced:
             wire = WireKey(

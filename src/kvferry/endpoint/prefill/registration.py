@@ -46,13 +46,15 @@ class Registration:
             raise
 
     def announce(self, identity: Identity, control_address: str, on_drain: Callable[[], None]) -> None:
-        """Registers the rank, as soon as the registry can be reached, and keeps it registered.
+        """Registers the rank, as soon as the registry can be reached, and keeps it registered. For the first call.
 
         Args:
             identity: who it is.
             control_address: where decode ranks reach it.
             on_drain: called when an operator has told it to drain.
         """
+        if self._lease is not None:
+            return
         self._rank = rank = RankRegistration(
             engine=identity.engine,
             incarnation=identity.endpoint,
@@ -80,9 +82,8 @@ class Registration:
             self._lease.update(changed)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until the rank is registered; False if it is not after timeout_s."""
-        assert self._lease is not None
-        return self._lease.registered.wait(timeout_s)
+        """Waits until the rank is registered; False if it is not after timeout_s, or was not announced."""
+        return self._lease is not None and self._lease.registered.wait(timeout_s)
 
     @property
     def is_registered(self) -> bool:

@@ -9,25 +9,47 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kvferry.layout import Device, RankLayout, Region
+from kvferry.layout import Device, MemoryKind, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.descriptors import RowArray
 from kvferry.plan.packing import PackedPiece
 from kvferry.staging import Kernels, StagingMemory, copy_bytes_per_s
 from kvferry.transport import PreparedList, TransferHandle, Transport
 
-_BULK_BYTES = 2 << 20
 _SMALL_BYTES, _SMALL_COUNT = 256, 256
-_LARGE_BYTES, _LARGE_COUNT = 64 << 10, 32
 _REPETITIONS = 3
-_LONGEST_S = 1.0  # a worker is held for so long, and whoever restarts in the middle waits for it
-_SLEEP_S = 20e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _Samples:
+    """What is written to measure a wire from one kind of memory.
+
+    Attributes:
+        bulk_bytes: bytes of a bulk write.
+        large_bytes: bytes of a large descriptor.
+        large_count: how many of them are written at a time.
+        longest_s: how long a write may take. A worker is held for so long, and whoever restarts then waits for it.
+        sleep_s: between two polls.
+    """
+
+    bulk_bytes: int
+    large_bytes: int
+    large_count: int
+    longest_s: float
+    sleep_s: float
+
+
+_SAMPLES: Mapping[MemoryKind, _Samples] = {
+    MemoryKind.DRAM: _Samples(2 << 20, 64 << 10, 32, longest_s=1.0, sleep_s=20e-6),
+    # Less would measure how long a copy takes to begin, and a sleep is longer than what is measured.
+    MemoryKind.VRAM: _Samples(64 << 20, 1 << 20, 64, longest_s=5.0, sleep_s=0.0),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +68,11 @@ class WireKey:
     source: Device
     destination: Device
 
+    @property
+    def is_in_cpu_memory(self) -> bool:
+        """Whether both sides are in CPU memory."""
+        return self.source.kind is self.destination.kind is MemoryKind.DRAM
+
 
 class WriteHangsError(Exception):
     """A write that should take no time does not end. Stays in the endpoint, which reports a TransportError to the peer.
@@ -54,8 +81,8 @@ class WriteHangsError(Exception):
         transfer: the write. Until it has ended its receiver must stay connected.
     """
 
-    def __init__(self, transfer: TransferHandle) -> None:
-        super().__init__(f"a write of a few bytes did not end within {_LONGEST_S:g} s")
+    def __init__(self, transfer: TransferHandle, longest_s: float) -> None:
+        super().__init__(f"a write of a few bytes did not end within {longest_s:g} s")
         self.transfer = transfer
 
 
@@ -81,6 +108,7 @@ class Calibration:
         self._kernels = kernels
         self._layout = layout
         self._memory = memory
+        self._samples = _SAMPLES[layout.device.kind]
         # Guards the table and the memory: two ranks that attach at the same time are measured one after the other.
         self._lock = threading.Lock()
         self._wires: dict[WireKey, PathCosts] = {}
@@ -115,21 +143,24 @@ class Calibration:
 
     def _measure_wire(self, key: WireKey, peer: str, ring: Region) -> PathCosts:
         most = min(self._memory.num_bytes, ring.length)
-        few, bulk = self._bulk(peer, ring, min(64, most)), self._bulk(peer, ring, min(_BULK_BYTES, most))
+        samples = self._samples
+        bulk_bytes = min(samples.bulk_bytes, most)
+        few, bulk = self._bulk(peer, ring, min(64, most)), self._bulk(peer, ring, bulk_bytes)
         costs = PathCosts(
             seconds_per_write=few.seconds,
-            bulk_bytes_per_s=min(_BULK_BYTES, most) / max(bulk.seconds - few.seconds, bulk.seconds / 10),
-            is_one_memory=bulk.is_over_at_once,
+            bulk_bytes_per_s=bulk_bytes / max(bulk.seconds - few.seconds, bulk.seconds / 10),
+            # A device copies by itself, whether or not a write happens to be over when it is first looked at.
+            is_one_memory=bulk.is_over_at_once and key.is_in_cpu_memory,
         )
         # Small descriptors measure the cost of their number, large ones that of bytes from main memory.
         small = self._direct(key, peer, ring, _SMALL_BYTES, _SMALL_COUNT, is_elsewhere_each_time=False)
-        large = self._direct(key, peer, ring, _LARGE_BYTES, _LARGE_COUNT, is_elsewhere_each_time=True)
+        large = self._direct(key, peer, ring, samples.large_bytes, samples.large_count, is_elsewhere_each_time=True)
         if small is None or large is None:  # a pool or a ring so small that neither way takes any time
             return replace(costs, wire_bytes_per_s=costs.bulk_bytes_per_s)
         # Seconds of one descriptor are a part for itself and a part for its bytes: two sizes tell them apart.
         small_s, large_s = (max(each - few.seconds, each / 10) for each in (small[0], large[0]))
         small_s, large_s = small_s / small[1], large_s / large[1]
-        per_byte_s = max(large_s - small_s, large_s / 10) / (_LARGE_BYTES - _SMALL_BYTES)
+        per_byte_s = max(large_s - small_s, large_s / 10) / (samples.large_bytes - _SMALL_BYTES)
         return replace(
             costs,
             seconds_per_descriptor=max(small_s - _SMALL_BYTES * per_byte_s, small_s / 10),
@@ -190,9 +221,10 @@ class Calibration:
         is_over_at_once = True
         while self._transport.poll(transfer) is None:
             is_over_at_once = False
-            if time.perf_counter() - started_at > _LONGEST_S:
-                raise WriteHangsError(transfer)
-            time.sleep(_SLEEP_S)
+            if time.perf_counter() - started_at > self._samples.longest_s:
+                raise WriteHangsError(transfer, self._samples.longest_s)
+            if self._samples.sleep_s:
+                time.sleep(self._samples.sleep_s)
         seconds = time.perf_counter() - started_at
         self._transport.release(transfer)
         return _Timing(seconds, is_over_at_once)

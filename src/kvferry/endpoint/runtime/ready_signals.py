@@ -66,8 +66,15 @@ class Awaited:
 class AwaitedSignals:
     """Those that one worker looks at. For that worker's thread only."""
 
-    def __init__(self) -> None:
+    def __init__(self, bind_thread: Callable[[], None] = lambda: None) -> None:
+        """Looks at nothing yet.
+
+        Args:
+            bind_thread: called before the first signal is looked at, which may be an event of a device.
+        """
         self._all: list[Awaited] = []
+        self._bind_thread = bind_thread
+        self._is_bound = False
 
     def __len__(self) -> int:
         return len(self._all)
@@ -78,6 +85,9 @@ class AwaitedSignals:
 
     def look(self) -> bool:
         """Looks at each; returns whether any has come."""
+        if not self._is_bound:
+            self._is_bound = True
+            self._bind_thread()
         awaited, self._all = self._all, []
         has_any_come = False
         for signal in awaited:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import queue
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvferry.endpoint.runtime.platform import Platform
@@ -17,6 +17,7 @@ from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.endpoint.runtime.writes import WatchedWrite, WritesInFlight
+from kvferry.layout import Device
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Transport
 
@@ -28,20 +29,26 @@ class Worker(Loop):
     """Runs the actors of one queue and polls the writes that they started, on a thread of its own."""
 
     def __init__(
-        self, run_queue: RunQueue, transport: Transport, settling: Settling, memory: SourceMemory | None = None
+        self,
+        run_queue: RunQueue,
+        transport: Transport,
+        settling: Settling,
+        memory: SourceMemory | None = None,
+        bind_thread: Callable[[], None] = lambda: None,
     ) -> None:
         """Takes a queue; the worker runs nothing before its thread does.
 
         Args:
             settling: the writes that failed, until they settle.
             memory: staging memory of its own, if it gathers.
+            bind_thread: called on the worker's thread before it looks at events of the pool's device.
         """
         self._run_queue = run_queue
         self._memory = memory
         self._transport = transport
         self._writes = WritesInFlight(transport, self._failed)
         self._settling = settling
-        self._signals = AwaitedSignals()
+        self._signals = AwaitedSignals(bind_thread)
         self._is_stopping = False
         self._sleep_s = _SHORTEST_SLEEP_S
 
@@ -130,6 +137,7 @@ class WorkerPool:
         settle_s: float,
         platform: Platform,
         name: str,
+        device: Device,
     ) -> None:
         """Starts the workers.
 
@@ -137,6 +145,7 @@ class WorkerPool:
             count: workers for rooms and peers, spread over num_queues queues in turn.
             memories: staging memory of every worker that gathers.
             settle_s: how long after a write has failed something of it may still arrive.
+            device: the pool's, whose events workers look at.
         """
         self.queues = tuple(RunQueue() for _ in range(num_queues))
         self.gathering = RunQueue()
@@ -148,7 +157,9 @@ class WorkerPool:
         threads: list[RunningLoop] = []
         try:
             for thread_name, run_queue, memory in workers:
-                worker = Worker(run_queue, transport, Settling(settle_s, platform.now), memory)
+                settling = Settling(settle_s, platform.now)
+                bind_thread = partial(platform.staging.bind_thread, device)
+                worker = Worker(run_queue, transport, settling, memory, bind_thread)
                 threads.append(platform.start(thread_name, worker))
                 self._stops.append(run_queue)
         except BaseException:

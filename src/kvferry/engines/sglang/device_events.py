@@ -36,8 +36,13 @@ class AllOf:
 class DeviceEvents:
     """Calls back when the device has come to an event. Events are waited for in the order in which they are given."""
 
-    def __init__(self) -> None:
-        """Waits for nothing; the thread starts with the first event."""
+    def __init__(self, bind_thread: Callable[[], None] = lambda: None) -> None:
+        """Waits for nothing; the thread starts with the first event.
+
+        Args:
+            bind_thread: makes the device the thread's.
+        """
+        self._bind_thread = bind_thread
         self._awaited: queue.SimpleQueue[tuple[DeviceEvent, Callback] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._wait, name="kvferry-sglang-device", daemon=True)
 
@@ -56,6 +61,7 @@ class DeviceEvents:
         self._awaited.put(None)
 
     def _wait(self) -> None:
+        self._bind_thread()
         while (awaited := self._awaited.get()) is not None:
             event, callback = awaited
             try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import Any
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
@@ -27,6 +28,7 @@ from kvferry import (
     RankLayout,
     Receiver,
 )
+from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.device_events import DeviceEvents
@@ -106,7 +108,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
                 self.attn_tp_size,
             )
-        self.device_events = DeviceEvents()
+        device = _device(server_args.device, args.gpu_id)
+        self.device_events = DeviceEvents(partial(bind_thread, device))
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._host: DecodeEndpoint | None = None
@@ -120,7 +123,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         self._fingerprint = _identity(args, model).fingerprint()
         self.rings = rings_of(args.kvferry_pools.target)
-        device = _device(server_args.device, args.gpu_id)
         self.is_hisparse = is_hisparse(args.kvferry_pools)
         if self.is_hisparse and self.place.token_parts > 1:
             raise UsageError(
@@ -151,7 +153,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
         self._receivers: dict[int, Receiver | JointReceiver] = {}
-        self._open()
+        self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
 
     # ---- the endpoint, which lives as long as the caches are in memory -------------------------------------------
 

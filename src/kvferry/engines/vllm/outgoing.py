@@ -222,12 +222,18 @@ def _problem_at(fence: Fence) -> Exception | None:
 class OutgoingRequests:
     """Hands pages in as soon as they may leave, on threads of its own, since the engine may be busy, or asleep."""
 
-    def __init__(self, ranges: LayerRanges = LayerRanges()) -> None:  # noqa: B008 - immutable
+    def __init__(
+        self,
+        ranges: LayerRanges = LayerRanges(),  # noqa: B008 - immutable
+        bind_thread: Callable[[], None] = lambda: None,
+    ) -> None:
         """Starts the thread that follows rooms. The one that waits for a device starts with its first fence.
 
         Args:
             ranges: of layers, that may leave one by one.
+            bind_thread: makes the device the thread's that waits for it.
         """
+        self._bind_thread = bind_thread
         self._ranges = ranges
         self._requests: dict[str, _Request] = {}
         # Guards the requests: pages are handed in, in order, by the engine's thread and by our own.
@@ -367,6 +373,7 @@ class OutgoingRequests:
                     self._hand_in(name, known)
 
     def _wait_for_device(self) -> None:
+        self._bind_thread()
         while (computing := self._computing.get()) is not None:
             problem = _problem_at(computing.fence)
             name, known = computing.name, computing.known

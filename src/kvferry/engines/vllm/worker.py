@@ -17,7 +17,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from kvferry import DecodeEndpoint, GroupPages, PrefillEndpoint, RankCoordinates, Receiver, Settings, TransferState
+from kvferry import (
+    DecodeEndpoint,
+    GroupPages,
+    MemoryKind,
+    PrefillEndpoint,
+    RankCoordinates,
+    Receiver,
+    Settings,
+    TransferState,
+)
+from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.layouts import DescribedCaches
@@ -110,13 +120,22 @@ class WorkerSide:
         self._ranges_computed, self._last_layer = 0, -1
         self._pages_of_step: dict[str, dict[str, PagesToSend]] = {}
         layout = described.layout
+        # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any other
+        # thread breaks a capture. So nobody may attach before the first step; on a CPU nothing is captured.
+        self._captures_graphs = layout.device.kind is MemoryKind.VRAM
 
         def start() -> None:
+            bind_thread(layout.device)
             if sends:
                 self._prefill = PrefillEndpoint(
-                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
+                    layout,
+                    engine=engine,
+                    coordinates=coordinates,
+                    settings=settings,
+                    fingerprint=fingerprint,
+                    announces=not self._captures_graphs,
                 )
-                self._outgoing = OutgoingRequests(self._ranges)
+                self._outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
             if receives:
                 self._decode = DecodeEndpoint(
                     layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
@@ -198,6 +217,9 @@ class WorkerSide:
         Args:
             fence: of the step; None if it is done.
         """
+        if self._captures_graphs and self._prefill is not None:
+            self._captures_graphs = False  # that is over before the engine has any steps
+            self._prefill.announce()
         self._ranges_computed, self._last_layer = 0, -1
         for sending in step.send:
             self._send(sending, fence)

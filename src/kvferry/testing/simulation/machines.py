@@ -120,6 +120,12 @@ class SimulatedResources(StagingResources):
     def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
         return 1e9
 
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        return ""
+
+    def bind_thread(self, device: Device) -> None:
+        pass
+
     def epoch(self) -> int:
         return self._chance.getrandbits(63)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 from kvferry.errors import TransportUnavailableError
@@ -11,14 +12,29 @@ BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
 
 
+def torch_cuda_major() -> int | None:
+    """Returns the major version of CUDA that torch was built for; None if torch was not imported, or has none.
+
+    A pool in a GPU's memory is torch's, and the one CUDA runtime of a process should serve both. Pools in CPU memory do
+    without torch: it is not imported for this.
+    """
+    version = getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None)
+    return int(version.partition(".")[0]) if version else None
+
+
+def in_order(cuda_major: int | None) -> tuple[str, ...]:
+    """Returns where the bindings are looked for, those first that were built for a version of CUDA."""
+    return tuple(sorted(BINDINGS, key=lambda name: name != f"nixl_cu{cuda_major}._bindings"))
+
+
 def load_bindings() -> ModuleType:
-    """Imports NIXL's bindings.
+    """Imports NIXL's bindings: those for torch's CUDA, if they are installed.
 
     Raises:
         TransportUnavailableError: if no wheel of NIXL is installed, saying how to install one.
     """
     problems = []
-    for name in BINDINGS:
+    for name in in_order(torch_cuda_major()):
         try:
             return importlib.import_module(name)
         except ImportError as error:
@@ -27,3 +43,15 @@ def load_bindings() -> ModuleType:
         "NIXL is not installed: pip install nixl-cu13 (CUDA 13 and machines without CUDA) or nixl-cu12, after the "
         f"torch that you want, or they bring the newest along ({'; '.join(problems)})"
     )
+
+
+def why_other_cuda(loaded: str) -> str:
+    """Returns why bindings are not those for torch's CUDA; empty if they may be.
+
+    Args:
+        loaded: the module's name.
+    """
+    major, package = torch_cuda_major(), loaded.partition(".")[0]
+    if major is None or not package.startswith("nixl_cu") or package == f"nixl_cu{major}":
+        return ""
+    return f"torch is built for CUDA {major}, and NIXL's wheel ({package.replace('_', '-')}) for another one"

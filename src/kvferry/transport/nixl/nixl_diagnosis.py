@@ -11,7 +11,7 @@ from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
-from kvferry.transport.nixl.bindings import load_bindings
+from kvferry.transport.nixl.bindings import load_bindings, why_other_cuda
 from kvferry.transport.nixl.device_choice import OF_UCX, chosen_device
 from kvferry.transport.nixl.placement import placement
 from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
@@ -51,8 +51,15 @@ def _installed() -> Iterator[Finding]:
         yield error("nixl", "not installed: nothing can be moved between processes", "pip install nixl-cu13")
     else:
         try:
-            load_bindings()
-            yield good("nixl", ", ".join(found))
+            loaded = load_bindings()
+            if other := why_other_cuda(loaded.__name__):
+                yield warning(
+                    "nixl",
+                    f"{other}: an older driver may end the process when bytes of a GPU are moved",
+                    "install the one for torch's (nixl-cu12 or nixl-cu13), and uninstall the other one",
+                )
+            else:
+                yield good("nixl", ", ".join(found))
         except TransportUnavailableError as problem:
             yield error(
                 "nixl",

@@ -1,0 +1,73 @@
+"""What the kernels ask of an accelerator: streams, and copies that wait in them for their turn.
+
+`cuda.CudaAccelerator` is the one that there is. `kvferry.testing.device` has another one, without any hardware, whose
+streams run late and in any order that they allow: what runs there is the code that runs on a GPU, and every read of
+bytes that nothing ordered behind their write is an error.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from kvferry.staging.kernels import StartArray
+
+MOST_LOOPS = 4
+"""Nested loops of a block that a launch follows by itself."""
+
+
+class DeviceStarts:
+    """Where blocks begin, in the accelerator's memory, for as long as the object lives."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CopyLaunch:
+    """One launch: equally shaped blocks that are packed one after the other, copied from the pool or to it.
+
+    Attributes:
+        starts: where blocks begin; it may have more than these.
+        first: the first of these blocks.
+        stop: the one after the last; with none the launch copies nothing, but is compiled.
+        loops: nested loops of a block, (count, stride in bytes), the slowest first; at most `MOST_LOOPS`.
+        length: bytes of a run.
+        address: staging memory, where the first block is packed.
+        alignment: bytes that divide all addresses and the length, a power of two up to 16.
+        is_gather: whether it copies from the pool to staging memory; otherwise back.
+    """
+
+    starts: DeviceStarts
+    first: int
+    stop: int
+    loops: tuple[tuple[int, int], ...]
+    length: int
+    address: int
+    alignment: int
+    is_gather: bool
+
+
+class Stream(ABC):
+    """Does what it is given in order, beside all other streams. For one thread."""
+
+    @abstractmethod
+    def upload(self, starts: StartArray) -> DeviceStarts:
+        """Queues a copy of an array to the accelerator. The array may be changed once this returns."""
+
+    @abstractmethod
+    def launch(self, copy: CopyLaunch) -> None:
+        """Queues a copy between pool and staging memory."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done. Other threads run meanwhile."""
+
+
+class Accelerator(ABC):
+    """One accelerator. May be used from several threads."""
+
+    @abstractmethod
+    def bind_thread(self) -> None:
+        """Makes the calling thread's work go to this accelerator: once in every thread, before anything else."""
+
+    @abstractmethod
+    def stream(self) -> Stream:
+        """Makes a stream for the calling thread, which has to be bound."""

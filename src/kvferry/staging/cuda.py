@@ -1,0 +1,130 @@
+"""A CUDA GPU, as torch and Triton drive it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from kvferry.errors import SettingsError
+from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, DeviceStarts, Stream
+from kvferry.staging.kernels import StartArray
+from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs
+
+_WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
+_MOST_PROGRAMS = (1 << 31) - 1
+
+STREAM_PRIORITY = -1
+"""Before the engine's streams, which have 0: what is gathered need not wait until a prompt is computed."""
+
+
+def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]:
+    """Returns the constants that one variant of the kernel is compiled for.
+
+    Args:
+        alignment: bytes that divide all addresses and lengths, a power of two up to 16.
+        num_loops: loops of a block, at most 4.
+        gather: whether it copies from the pool to staging memory; otherwise back.
+    """
+    word = min(alignment, max(_WORDS))
+    return {
+        "LOOPS": num_loops,
+        "WORD": _WORDS[word],
+        "WORDS_PER_VECTOR": alignment // word,
+        "ALIGNMENT": alignment,
+        "ROWS": ROWS,
+        "COLUMNS": COLUMN_BYTES // word,
+        "GATHER": gather,
+    }
+
+
+class TensorStarts(DeviceStarts):
+    """A tensor with the addresses."""
+
+    __slots__ = ("tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+def launch_kernel(copy: CopyLaunch) -> None:
+    """Launches the kernel on torch's current stream.
+
+    Raises:
+        SettingsError: if there are more runs than one launch copies, naming the setting to lower.
+    """
+    assert isinstance(copy.starts, TensorStarts)
+    num_runs = copy.stop - copy.first
+    for count, _ in copy.loops:
+        num_runs *= count
+    tiles_per_run = -(-copy.length // COLUMN_BYTES)
+    programs = max(1, -(-num_runs // ROWS) * tiles_per_run)
+    if max(num_runs + ROWS, programs) > _MOST_PROGRAMS:
+        raise SettingsError(
+            f"{num_runs} runs of {copy.length} bytes are more than one launch copies: lower staging_chunk_mib "
+            "(KVFERRY_STAGING_CHUNK_MIB)"
+        )
+    loops = [*reversed(copy.loops), *[(1, 0)] * (MOST_LOOPS - len(copy.loops))]
+    copy_runs[(programs,)](
+        copy.starts.tensor[copy.first :],
+        copy.address,
+        num_runs,
+        copy.length,
+        copy.length // copy.alignment,
+        tiles_per_run,
+        *(count for count, _ in loops),
+        *(stride for _, stride in loops),
+        **constants(copy.alignment, len(copy.loops), gather=copy.is_gather),
+    )
+
+
+class CudaStream(Stream):
+    """A stream of CUDA's, not ordered with the engine's."""
+
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+
+    def upload(self, starts: StartArray) -> DeviceStarts:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            # Pageable: copied before the call returns, so that no pinned memory need be kept.
+            return TensorStarts(torch.from_numpy(starts).to(self._device, non_blocking=True))
+
+    def launch(self, copy: CopyLaunch) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            launch_kernel(copy)
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class CudaAccelerator(Accelerator):
+    """A GPU."""
+
+    def __init__(self, index: int, *, priority: int = STREAM_PRIORITY) -> None:
+        """Takes a GPU that torch sees.
+
+        Args:
+            index: torch's number for it.
+            priority: of the streams, lower before higher; CUDA brings it into the range that the GPU has.
+        """
+        self._device = torch.device("cuda", index)
+        self._priority = priority
+
+    def bind_thread(self) -> None:
+        bind_thread(self._device.index)
+
+    def stream(self) -> Stream:
+        return CudaStream(self._device, self._priority)
+
+
+def bind_thread(index: int) -> None:
+    """Makes a GPU the calling thread's own, context included.
+
+    Without it a thread that queries another GPU's events makes a context on GPU 0, half a GiB for each rank. Choosing
+    a device binds no context where it is chosen already, as GPU 0 is on every fresh thread, and Triton launches into
+    whatever context there is: so a call of CUDA's runtime follows, one that is allowed while graphs are captured.
+    """
+    torch.cuda.set_device(index)
+    torch.cuda.is_current_stream_capturing()

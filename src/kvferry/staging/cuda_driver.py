@@ -1,0 +1,132 @@
+"""What is asked of CUDA's driver itself: memory that other processes can map, and whether some memory is of that kind.
+
+torch takes memory as its allocator is set up, an engine's allocator as it likes. Under `expandable_segments`, in vLLM's
+sleep mode and with SGLang's memory saver, that is virtual memory which `cudaIpcGetMemHandle` refuses: between processes
+transports then go through the network. `cuMemAlloc` is what `cudaMalloc` calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from kvferry.layout import Region
+
+LIBRARY = "libcuda.so.1"
+
+_OUT_OF_MEMORY = 2
+_IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+
+
+class CudaDriverError(RuntimeError):
+    """The driver refuses.
+
+    Attributes:
+        is_out_of_memory: whether it has no such memory left.
+    """
+
+    def __init__(self, call: str, code: int, name: str) -> None:
+        super().__init__(f"{call}: {name} ({code})")
+        self.is_out_of_memory = code == _OUT_OF_MEMORY
+
+
+class DeviceMemory:
+    """Memory of a GPU, until the object goes. What is left when the process ends goes with its context."""
+
+    def __init__(self, driver: CudaDriver, index: int, address: int) -> None:
+        self.address = address
+        # Not at exit: the driver may be gone by then.
+        weakref.finalize(self, driver.free, index, address).atexit = False
+
+
+class CudaDriver:
+    """The driver's library. May be used from several threads: each call brings the GPU's context, torch's, along."""
+
+    def __init__(self, library: Any = None) -> None:
+        """Loads the library.
+
+        Args:
+            library: one that is loaded; None loads the driver's.
+
+        Raises:
+            CudaDriverError: if it does not work here.
+            OSError: if there is none.
+        """
+        self._library = ctypes.CDLL(LIBRARY) if library is None else library
+        self._call("cuInit", 0)
+
+    def allocate(self, num_bytes: int, index: int) -> DeviceMemory:
+        """Takes memory of a GPU, which begins at a multiple of 256 bytes.
+
+        Args:
+            index: the GPU's number, among those that this process sees.
+
+        Raises:
+            CudaDriverError: if there is not that much.
+        """
+        address = ctypes.c_uint64()
+        with self._context(index):
+            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+            self._retain(index)  # as long as there is memory in it, whoever else gives it up
+        return DeviceMemory(self, index, address.value)
+
+    def free(self, index: int, address: int) -> None:
+        """Gives memory back that `allocate` took."""
+        with self._context(index):
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+            self._release(index)
+
+    def can_be_mapped(self, address: int) -> bool:
+        """Returns whether another process can map the allocation of an address by `cudaIpcOpenMemHandle`.
+
+        Raises:
+            CudaDriverError: if it is no address of a GPU's memory.
+        """
+        found = ctypes.c_uint64(0)  # the driver writes a bool, of whatever width
+        self._call("cuPointerGetAttribute", ctypes.byref(found), _IS_LEGACY_CUDA_IPC_CAPABLE, ctypes.c_uint64(address))
+        return bool(found.value & 0xFF)
+
+    def first_unmapped(self, regions: Sequence[Region]) -> Region | None:
+        """Returns the first region that no other process can map; None if all can be.
+
+        Raises:
+            CudaDriverError: if one is no GPU's memory.
+        """
+        used = (region for region in regions if region.length)
+        return next((region for region in used if not self.can_be_mapped(region.address)), None)
+
+    @contextmanager
+    def _context(self, index: int) -> Iterator[None]:
+        """Makes the GPU's primary context, which torch uses, the thread's for a while."""
+        context, before = self._retain(index), ctypes.c_void_p()
+        try:
+            self._call("cuCtxPushCurrent_v2", context)
+            try:
+                yield
+            finally:
+                self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
+        finally:
+            self._release(index)
+
+    def _retain(self, index: int) -> ctypes.c_void_p:
+        context = ctypes.c_void_p()
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device(index))
+        return context
+
+    def _release(self, index: int) -> None:
+        self._call("cuDevicePrimaryCtxRelease_v2", self._device(index))
+
+    def _device(self, index: int) -> ctypes.c_int:
+        device = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(device), index)
+        return device
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = int(getattr(self._library, name)(*arguments))
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(code, ctypes.byref(text))
+            raise CudaDriverError(name, code, (text.value or b"an unknown error").decode())

@@ -1,0 +1,273 @@
+"""The device: streams, events, and a scheduler that does what is queued, some time."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kvferry.testing.device.ordering import HOST, Operation, Ordering, Ranges, UnorderedAccessError
+
+_PAUSE_S = 1e-4
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """What was queued and may not be done yet.
+
+    Attributes:
+        operation: what it is.
+        after: what is done before it.
+        does: does it.
+        is_done: whether it is done.
+    """
+
+    operation: Operation
+    after: tuple[Work, ...]
+    does: Callable[[], None]
+    is_done: bool = False
+
+    @property
+    def may_run(self) -> bool:
+        """Whether all that it waits for is done."""
+        return not self.is_done and all(each.is_done for each in self.after)
+
+
+@dataclass(slots=True)
+class Counts:
+    """What was asked of a device.
+
+    Attributes:
+        uploads: copies of arrays to it.
+        launches: of kernels that copied something.
+        synchronizations: waits of the host.
+        threads: those that were bound to it.
+        unbound: those that looked at its events without: each makes a context on the first GPU, whichever this one is.
+        compiled: variants of the kernel that were compiled: alignment, loops, whether it gathers.
+        compiled_late: those that were compiled by a launch that copied something, which had to wait for it.
+    """
+
+    uploads: int = 0
+    launches: int = 0
+    synchronizations: int = 0
+    threads: set[str] = field(default_factory=set)
+    unbound: set[str] = field(default_factory=set)
+    compiled: set[tuple[int, int, bool]] = field(default_factory=set)
+    compiled_late: list[tuple[int, int, bool]] = field(default_factory=list)
+
+
+class FakeDevice:
+    """Does what is queued in an order that a seed gives. May be used from several threads.
+
+    Attributes:
+        counts: what was asked of it. To be read while nobody asks.
+        violations: every access that nothing ordered; whoever queued it got it as an exception as well.
+        problems: what work has raised when it was done.
+        log: what was queued, done, and seen by the host to be done, in order: (which of the three, operation).
+    """
+
+    def __init__(self, seed: int = 0, *, waits: int = 0) -> None:
+        """Makes an idle device.
+
+        Args:
+            seed: decides what is done when.
+            waits: how often whoever waits lets others run first, for a tenth of a millisecond each time.
+        """
+        self.counts = Counts()
+        self.violations: list[UnorderedAccessError] = []
+        self.problems: list[BaseException] = []
+        self.log: list[tuple[str, str]] = []
+        self._chance = random.Random(seed)  # noqa: S311 - an order, no secret
+        self._waits = waits
+        # Guards all of it: work is queued, and done, by whichever thread comes along.
+        self._lock = threading.RLock()
+        self._ordering = Ordering()
+        self._queued: list[Work] = []
+        self._streams = 0
+        self._writes = 0
+
+    def stream(self, name: str = "") -> FakeStream:
+        """Makes a stream."""
+        with self._lock:
+            self._streams += 1
+            return FakeStream(self, name or f"stream {self._streams}")
+
+    def queue(
+        self,
+        name: str,
+        agent: str,
+        does: Callable[[], None],
+        *,
+        after: Sequence[Work] = (),
+        reads: Ranges | None = None,
+        writes: Ranges | None = None,
+    ) -> Work:
+        """Queues work. `FakeStream` and `write` are what callers use.
+
+        Raises:
+            UnorderedAccessError: if it touches bytes that other work touches, and nothing orders the two.
+        """
+        with self._lock:
+            try:
+                operation = self._ordering.add(
+                    name, agent, after=[each.operation for each in after], reads=reads, writes=writes
+                )
+            except UnorderedAccessError as error:
+                self.violations.append(error)
+                raise
+            work = Work(operation, tuple(after), does)
+            self._queued.append(work)
+            self.log.append(("queued", name))
+            return work
+
+    def write(self, name: str, does: Callable[[], None], *, reads: Ranges, writes: Ranges) -> Work:
+        """Queues a write of a transport, which is ordered with nothing but what the host has seen by now."""
+        with self._lock:
+            self._writes += 1
+            return self.queue(name, f"write {self._writes}", does, reads=reads, writes=writes)
+
+    def touch(self, name: str, *, reads: Ranges | None = None, writes: Ranges | None = None) -> None:
+        """Checks an access of the host's own, which has it done at once.
+
+        Raises:
+            UnorderedAccessError: if others touch the same bytes, and the host has not waited for them.
+        """
+        with self._lock:
+            work = self.queue(name, HOST, lambda: None, reads=reads, writes=writes)
+            self._run(work)
+            self._see(work)
+
+    def given_back(self, name: str, agent: str, writes: Ranges) -> None:
+        """Takes note that memory goes back to where it came from: to whatever the same agent does next."""
+        with self._lock:
+            try:
+                self._ordering.add(name, agent, writes=writes)
+            except UnorderedAccessError as error:
+                self.violations.append(error)
+
+    def look(self, work: Work) -> bool:
+        """Returns whether work is done, after something may have been done; if so, the host has seen it."""
+        with self._lock:
+            for _ in range(self._chance.randrange(3)):
+                self._run_any()
+            if work.is_done:
+                self._see(work)
+            return work.is_done
+
+    def wait(self, work: Work | None) -> None:
+        """Waits until work is done."""
+        with self._lock:
+            self.counts.synchronizations += 1
+        for _ in range(self._waits):
+            time.sleep(_PAUSE_S)
+        while work is not None:
+            with self._lock:
+                if work.is_done:
+                    self._see(work)
+                    return
+                self._run_any()
+
+    def finish(self) -> None:
+        """Does all that is queued."""
+        with self._lock:
+            while self._queued:
+                self._run_any()
+
+    def verify(self) -> None:
+        """Raises the first of the violations and problems, if there were any."""
+        for error in (*self.violations, *self.problems):
+            raise error
+
+    def _see(self, work: Work) -> None:
+        self._ordering.host_has_seen(work.operation)
+        self.log.append(("seen", work.operation.name))
+
+    def _run_any(self) -> None:
+        able = [work for work in self._queued if work.may_run]
+        if able:
+            self._run(self._chance.choice(able))
+
+    def _run(self, work: Work) -> None:
+        self._queued.remove(work)
+        try:
+            work.does()
+        except BaseException as error:  # for `verify`: whoever happens to be on this thread has nothing to do with it
+            self.problems.append(error)
+        work.is_done = True
+        self.log.append(("done", work.operation.name))
+
+
+class FakeStream:
+    """A stream: does what it is given in order."""
+
+    def __init__(self, device: FakeDevice, name: str) -> None:
+        self.name = name
+        self._device = device
+        self._last: Work | None = None
+        self._awaited: list[Work] = []
+
+    def launch(
+        self,
+        name: str,
+        does: Callable[[], None] = lambda: None,
+        *,
+        reads: Ranges | None = None,
+        writes: Ranges | None = None,
+    ) -> None:
+        """Queues a kernel, or a copy; raises as `FakeDevice.queue`.
+
+        Args:
+            name: what it does, in words.
+            does: does it.
+            reads: the bytes that it reads.
+            writes: the bytes that it writes.
+        """
+        after = [*([self._last] if self._last is not None else []), *self._awaited]
+        self._last = self._device.queue(name, self.name, does, after=after, reads=reads, writes=writes)
+        self._awaited = []
+
+    def record_event(self) -> DeviceEvent:
+        """Records an event behind all that was queued."""
+        return DeviceEvent(self._device, self._last)
+
+    def wait_event(self, event: DeviceEvent) -> None:
+        """Lets what is queued from now on wait for an event."""
+        if event.work is not None:
+            self._awaited.append(event.work)
+
+    def synchronize(self) -> None:
+        """Waits until all that was queued is done."""
+        self._device.wait(self._last)
+
+    def given_back(self, name: str, writes: Ranges) -> None:
+        """As an allocator with a pool for every stream: this stream may get the memory again, and no other."""
+        self._device.given_back(name, self.name, writes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceEvent:
+    """An event, as torch has them.
+
+    Attributes:
+        work: what it is behind; None if that is nothing.
+    """
+
+    device: FakeDevice
+    work: Work | None
+
+    def query(self) -> bool:
+        """Returns whether all before it is done."""
+        self._ask()
+        return self.work is None or self.device.look(self.work)
+
+    def synchronize(self) -> None:
+        """Waits until all before it is done."""
+        self._ask()
+        self.device.wait(self.work)
+
+    def _ask(self) -> None:
+        name, counts = threading.current_thread().name, self.device.counts
+        if name not in counts.threads:
+            counts.unbound.add(name)

@@ -1,0 +1,135 @@
+"""The device as the kernels for GPUs use it, and the memory and kernels that an endpoint takes from it."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import weakref
+from collections.abc import Sequence
+
+import numpy as np
+
+from kvferry.layout import Device, Region
+from kvferry.plan.packing import PackedSide
+from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, Stream
+from kvferry.staging.addressing import array_at, spread
+from kvferry.staging.gpu import GpuKernels
+from kvferry.staging.kernels import StartArray
+from kvferry.staging.resources import StagingResources
+from kvferry.testing.device.device import FakeDevice, FakeStream
+from kvferry.testing.device.ordering import ranges_of
+
+
+class _Starts(DeviceStarts):
+    def __init__(self, starts: StartArray) -> None:
+        self.host = starts.copy()
+        self.on_device: StartArray = np.full_like(starts, -1)  # no address, until the upload is done
+
+    def range(self, first: int, stop: int) -> StartArray:
+        address = self.on_device.ctypes.data
+        return ranges_of(np.array([address + 8 * first], np.int64), 8 * (stop - first))
+
+
+class _AcceleratorStream(Stream):
+    def __init__(self, device: FakeDevice, stream: FakeStream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def upload(self, starts: StartArray) -> DeviceStarts:
+        found = _Starts(starts)
+        everything = found.range(0, len(starts))
+        on_device, host = found.on_device, found.host
+
+        def copy() -> None:
+            on_device[:] = host
+
+        self._device.counts.uploads += 1
+        self._stream.launch(f"upload of where {len(starts)} blocks begin", copy, writes=everything)
+        # The array itself is kept, so that its address is nobody else's.
+        weakref.finalize(found, _give_back, self._stream, everything, on_device).atexit = False
+        return found
+
+    def launch(self, copy: CopyLaunch) -> None:
+        assert isinstance(copy.starts, _Starts)
+        counts, variant = self._device.counts, (copy.alignment, len(copy.loops), copy.is_gather)
+        which = slice(copy.first, copy.stop)
+        if variant not in counts.compiled:
+            counts.compiled.add(variant)
+            if copy.stop > copy.first:
+                counts.compiled_late.append(variant)
+        runs = spread(copy.starts.host[which], copy.loops)
+        if not len(runs):
+            return
+        counts.launches += 1
+        pool = ranges_of(runs, copy.length)
+        packed = ranges_of(np.array([copy.address], np.int64), len(runs) * copy.length)
+        starts = copy.starts.range(copy.first, copy.stop)
+        reads, writes = (pool, packed) if copy.is_gather else (packed, pool)
+        reads = np.concatenate([reads, starts])
+        on_device = copy.starts.on_device
+
+        def move() -> None:
+            staged = array_at(copy.address, (len(runs), copy.length), "|u1")
+            for number, start in enumerate(spread(on_device[which], copy.loops).tolist()):
+                run = array_at(start, (copy.length,), "|u1")
+                if copy.is_gather:
+                    staged[number] = run
+                else:
+                    run[...] = staged[number]
+
+        name = "gather" if copy.is_gather else "scatter"
+        self._stream.launch(
+            f"{name} of {copy.stop - copy.first} blocks", move, reads=reads[np.argsort(reads[:, 0])], writes=writes
+        )
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+def _give_back(stream: FakeStream, everything: StartArray, kept: StartArray) -> None:  # noqa: ARG001
+    stream.given_back("giving back where blocks begin", everything)
+
+
+class FakeAccelerator(Accelerator):
+    """A fake device, as `GpuKernels` drive it."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        """Takes the device."""
+        self._device = device
+
+    def bind_thread(self) -> None:
+        self._device.counts.threads.add(threading.current_thread().name)
+
+    def stream(self) -> Stream:
+        name = threading.current_thread().name
+        assert name in self._device.counts.threads, f"{name} made a stream before it was bound to the device"
+        return _AcceleratorStream(self._device, self._device.stream(f"the stream of {name}"))
+
+
+class FakeResources(StagingResources):
+    """The kernels for GPUs on a fake device, and memory that only looks as if it were the device's."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        """Takes the device."""
+        self._device = device
+
+    def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
+        return GpuKernels(regions, FakeAccelerator(self._device))
+
+    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
+        memory = np.zeros(num_bytes + 256, np.uint8)
+        address = memory.ctypes.data + -memory.ctypes.data % 256
+        return StagingMemory(Region(address, num_bytes), device, memory)
+
+    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
+        return 1e9
+
+    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
+        return ""
+
+    def bind_thread(self, device: Device) -> None:
+        self._device.counts.threads.add(threading.current_thread().name)
+
+    def epoch(self) -> int:
+        return secrets.randbits(63)

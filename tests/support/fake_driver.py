@@ -1,0 +1,85 @@
+"""CUDA's driver as a library of Python functions: what it was asked, and what it has given away."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+OUT_OF_MEMORY = 2
+INVALID_VALUE = 1
+
+
+class FakeDriverLibrary:
+    """As much of libcuda as kvferry calls.
+
+    Attributes:
+        allocated: bytes by address, of what was not given back.
+        retained: how often the context of each GPU is held.
+        current: the contexts that threads have pushed.
+        virtual: addresses that no other process can map.
+        calls: the names of what was called.
+    """
+
+    def __init__(self, *, memory_bytes: int = 1 << 30) -> None:
+        self.left = memory_bytes
+        self.allocated: dict[int, int] = {}
+        self.retained: dict[int, int] = {}
+        self.current: list[int] = []
+        self.virtual: set[int] = set()
+        self.calls: list[str] = []
+        self._next = 1 << 40
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cu") and name not in ("cuGetErrorName", "current"):
+            self.calls.append(name)
+        return super().__getattribute__(name)
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802 - the driver's names, as those that follow
+        return flags
+
+    def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
+        device._obj.value = index
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
+        self.retained[device.value] = self.retained.get(device.value, 0) + 1
+        context._obj.value = 1000 + device.value
+        return 0
+
+    def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:  # noqa: N802
+        self.retained[device.value] -= 1
+        return 0
+
+    def cuCtxPushCurrent_v2(self, context: Any) -> int:  # noqa: N802
+        self.current.append(context.value)
+        return 0
+
+    def cuCtxPopCurrent_v2(self, context: Any) -> int:  # noqa: N802
+        context._obj.value = self.current.pop()
+        return 0
+
+    def cuMemAlloc_v2(self, address: Any, size: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        if size.value > self.left:
+            return OUT_OF_MEMORY
+        self.left -= size.value
+        self.allocated[self._next] = size.value
+        address._obj.value = self._next
+        self._next += -(-size.value // 512) * 512
+        return 0
+
+    def cuMemFree_v2(self, address: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        self.left += self.allocated.pop(address.value)
+        return 0
+
+    def cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> int:  # noqa: N802
+        if attribute != 10 or address.value < 1 << 40:
+            return INVALID_VALUE
+        ctypes.memset(found, int(address.value not in self.virtual), 1)
+        return 0
+
+    def cuGetErrorName(self, code: int, name: Any) -> int:  # noqa: N802
+        names = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY", INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE"}
+        name._obj.value = names.get(code)
+        return 0
