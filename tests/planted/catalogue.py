@@ -266,8 +266,10 @@ CATALOGUE = (
     PlantedFault(
         "a sub-chunk is scattered before it has arrived: its notification goes beside the write, and not behind it",
         "endpoint/prefill/staged_writes.py",
-        "codec.encode(gathered.notification),",
-        'context.transport.notify(self.command.receiver, codec.encode(gathered.notification)) or b"",',
+        "context.encoded(self.command.receiver, gathered.notification),",
+        "context.transport.notify(\n"
+        "                    self.command.receiver, context.encoded(self.command.receiver, gathered.notification)\n"
+        '                ) or b"",',
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
@@ -301,7 +303,7 @@ CATALOGUE = (
     PlantedFault(
         "a prefill rank on a GPU can be found while graphs are captured",
         "engines/vllm/worker.py",
-        "announces=not self._captures_graphs,",
+        "announces=not captures_graphs,",
         "announces=True,",
         "tests/unit/engines/test_vllm_worker.py",
     ),

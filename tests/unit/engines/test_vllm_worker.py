@@ -253,8 +253,10 @@ class Announced(Decode):
 
 
 @pytest.mark.parametrize("kind", MemoryKind)
-def test_on_a_gpu_nobody_can_attach_before_the_first_step_is_over(monkeypatch: pytest.MonkeyPatch, kind: MemoryKind):
-    """vLLM registers caches, captures graphs, and then has steps."""
+def test_on_a_gpu_nobody_can_attach_before_vllm_asks_for_what_it_must_hand_on(
+    monkeypatch: pytest.MonkeyPatch, kind: MemoryKind
+):
+    """vLLM registers caches, captures graphs, and then asks."""
     bound: list[tuple[str, Device]] = []
     monkeypatch.setattr(worker_module, "PrefillEndpoint", Announced)
     monkeypatch.setattr(worker_module, "OutgoingRequests", Outgoing)
@@ -275,9 +277,6 @@ def test_on_a_gpu_nobody_can_attach_before_the_first_step_is_over(monkeypatch: p
     if kind is MemoryKind.DRAM:
         assert endpoint.announced == [True]
         return
-    side.before(Step())
-    side.receive(Step())
     assert endpoint.announced == [False]
-    for _ in range(2):
-        side.after(Step(), None)
+    side.announce()
     assert endpoint.announced == [False, True]

@@ -192,6 +192,13 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._sends_layers:
             self._worker_side.layer_computed(layer_name, self._bound_step, fence)
 
+    def get_handshake_metadata(self) -> None:
+        """Lets decode ranks find this worker: vLLM asks once caches are registered and graphs are captured.
+
+        There is nothing that its scheduler must pass on.
+        """
+        self._worker_side.announce()
+
     def wait_for_save(self) -> None:
         """Lets the pages that this step fills leave as soon as the device has filled them. Does not wait."""
         step = self._bound_step

@@ -33,6 +33,7 @@ _HOOKS = {
     "__init__": "self, vllm_config, role, kv_cache_config",
     "shutdown": "self",
     "register_kv_caches": "self, kv_caches",
+    "get_handshake_metadata": "self",
     "handle_preemptions": "self, kv_connector_metadata",
     "start_load_kv": "self, forward_context, **kwargs",
     "wait_for_layer_load": "self, layer_name",
@@ -101,6 +102,14 @@ def _callers() -> Iterator[Line]:
     )
     yield Mentions(
         f"{_SCHEDULER}._handle_failed_recving", ("recompute_kv_load_failures",), "failures follow the policy"
+    )
+    yield Mentions(
+        "vllm.v1.engine.core:EngineCore.__init__",
+        ("_initialize_kv_caches", "get_kv_connector_handshake_metadata"),
+        "prefill ranks are found from then on, once graphs are captured",
+    )
+    yield Mentions(
+        "vllm.v1.engine.core:EngineCore._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so"
     )
     worker = ("start_load_kv", "wait_for_save", "get_transfer_results", "failed_recving", "get_kv_connector_stats")
     yield Mentions(

@@ -121,8 +121,8 @@ class WorkerSide:
         self._pages_of_step: dict[str, dict[str, PagesToSend]] = {}
         layout = described.layout
         # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any other
-        # thread breaks a capture. So nobody may attach before the first step; on a CPU nothing is captured.
-        self._captures_graphs = layout.device.kind is MemoryKind.VRAM
+        # thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
+        captures_graphs = layout.device.kind is MemoryKind.VRAM
 
         def start() -> None:
             bind_thread(layout.device)
@@ -133,7 +133,7 @@ class WorkerSide:
                     coordinates=coordinates,
                     settings=settings,
                     fingerprint=fingerprint,
-                    announces=not self._captures_graphs,
+                    announces=not captures_graphs,
                 )
                 self._outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
             if receives:
@@ -211,15 +211,17 @@ class WorkerSide:
             for sending in step.send:
                 self._outgoing.give_up(sending.request, reason)
 
+    def announce(self) -> None:
+        """Lets decode ranks find this rank, unless they can already. Called once the engine has captured its graphs."""
+        if self._prefill is not None:
+            self._prefill.announce()
+
     def after(self, step: Step, fence: Fence | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
             fence: of the step; None if it is done.
         """
-        if self._captures_graphs and self._prefill is not None:
-            self._captures_graphs = False  # that is over before the engine has any steps
-            self._prefill.announce()
         self._ranges_computed, self._last_layer = 0, -1
         for sending in step.send:
             self._send(sending, fence)
