@@ -255,6 +255,15 @@ def test_without_a_length_a_share_is_as_long_as_its_part_of_the_last_page_asks()
         assert accepted == list(range(least, 6))
 
 
+def test_without_a_length_a_rank_may_have_nothing_more_than_the_receiver_holds():
+    """Of 17 tokens in three parts the receiver holds 15; of the others the third part may have one, and has none."""
+    source = layout(1, TokenShare(interleaved(3, 1), 2))
+    request = request_of(source, layout(2), [7, 8], prefix=15)
+    assert refused(Chunk(number=0, parts=(), is_last=True), request) is None
+    assert refused(chunk(5, 6, is_last=True), request) is None
+    assert "7 pages of 1 tokens" in str(refused(chunk(5, 6, 7, is_last=True), request))
+
+
 def test_a_length_that_is_needed_and_not_said_is_asked_for():
     request = request_of(layout(16, TokenShare(contiguous(2), 0)), layout(16), [1])
     reason = refused(chunk(0, 1), request)
