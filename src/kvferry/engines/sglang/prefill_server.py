@@ -13,7 +13,7 @@ from kvferry.engines.sglang.directory import get
 from kvferry.errors import RegistryError, quoted
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
-_answer = msgspec.json.Decoder(dict[str, Any])
+_ANSWER = msgspec.json.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def described(bootstrap_address: str) -> PrefillServerInfo:
             f"the bootstrap server at {bootstrap_address} is not ready (status {answer.status}): {said}"
         )
     try:
-        told = _answer.decode(answer.body)
+        told = _ANSWER.decode(answer.body)
         return PrefillServerInfo(
             **{each.name: told[each.name] for each in fields(PrefillServerInfo) if each.name in told}
         )
