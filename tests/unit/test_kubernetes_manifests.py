@@ -206,6 +206,19 @@ def test_every_variable_of_ours_is_a_setting_and_all_of_them_are_possible(
             assert not settings.is_on_loopback, "else its bytes would go through lo"
 
 
+@pytest.mark.parametrize("components", [(), COMPONENTS])
+def test_kvferrys_front_asks_the_registry_of_the_ranks(components: tuple[str, ...]):
+    manifests = rendered("vllm", *components)
+    (front,) = (pod for pod in pods(manifests) if pod.workload["metadata"]["name"] == "gateway")
+    names = ("KVFERRY_REGISTRY_URL", "KVFERRY_SECRET", "KVFERRY_ETCD_USER", "KVFERRY_ETCD_PASSWORD")
+    of_front = variables(front, manifests)
+    for pod in ranks(manifests):
+        of_rank = variables(pod, manifests)
+        assert [of_front.get(name) for name in names] == [of_rank.get(name) for name in names]
+    router = next(pod for pod in pods(rendered("sglang", *components)) if pod.workload["metadata"]["name"] == "gateway")
+    assert set(names).isdisjoint(variables(router, rendered("sglang", *components))), "it asks none"
+
+
 def test_every_reference_in_a_command_is_to_a_variable(manifests: tuple[Manifest, ...]):
     for pod in pods(manifests):
         given = variables(pod, manifests)
@@ -298,6 +311,8 @@ def test_network_policies_let_through_what_is_needed_and_nothing_else(engine: tu
     }
     if by_name["prefill"].port("bootstrap"):
         needed.add(("decode", "prefill", 8999))
+    else:  # kvferry's front asks who drains
+        needed.add(("gateway", "registry", 8998))
     ports = {port for _, _, port in needed} | {first - 1, last + 1, control - 1, control + 16, 8999, 9470, 22}
     allowed = {
         (source, target, port)
