@@ -38,6 +38,7 @@ SECRETS = {"kvferry": {"secret": "x" * 32}, "kvferry-etcd": {"password": "of etc
 
 WHOLE = [(overlay, ()) for overlay in OVERLAYS]
 EVERYTHING = [*WHOLE, *((overlay, COMPONENTS) for overlay in OVERLAYS[:2])]
+NO_SCHEMAS = "Kubernetes' schemas are not installed here: `make kubernetes-schemas`"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -103,7 +104,7 @@ class _PodMonitor(_Strict):
 @pytest.mark.full  # a second for each
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_kubernetes_knows_every_field(manifests: tuple[Manifest, ...], version: str):
-    validator = pytest.importorskip("kubernetes_validate", reason="it is in the extra dev: pip install '.[dev]'")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_SCHEMAS)
     for manifest in manifests:
         if manifest["kind"] == "PodMonitor":
             assert manifest["apiVersion"] == "monitoring.coreos.com/v1"
@@ -114,7 +115,7 @@ def test_kubernetes_knows_every_field(manifests: tuple[Manifest, ...], version: 
 
 @pytest.mark.full
 def test_a_field_that_kubernetes_does_not_know_is_found():
-    validator = pytest.importorskip("kubernetes_validate", reason="it is in the extra dev: pip install '.[dev]'")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_SCHEMAS)
     (policy,) = itertools.islice(of_kind(rendered("vllm"), "NetworkPolicy"), 1)
     wrong = json.loads(json.dumps(policy))
     wrong["spec"]["podSelectors"] = wrong["spec"]["podSelector"]

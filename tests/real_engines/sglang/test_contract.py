@@ -124,8 +124,8 @@ def test_an_sglang_that_ends_otherwise_serves_and_says_so():
     assert ended == "served"
     assert (
         "sglang.srt.managers.tokenizer_manager:SignalHandler.sigterm_handler is gone: there is no 'sigterm_handler' "
-        "(our hook on it says at the registry that the engine drains). A server that is told to end is noticed late by "
-        "its peers: run kvferry drain before the SIGTERM" in logged
+        "(our hook on it says at the registry that the engine drains). Peers notice late that a server has ended: run "
+        "kvferry drain before the SIGTERM (docs/drain.md)" in logged
     )
 
 

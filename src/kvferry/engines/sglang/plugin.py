@@ -182,7 +182,7 @@ def check_contract() -> None:
     holds(
         ENDING,
         engine_version(),
-        "A server that is told to end is noticed late by its peers: run kvferry drain before the SIGTERM (docs/drain.md)",
+        "Peers notice late that a server has ended: run kvferry drain before the SIGTERM (docs/drain.md)",
     )
 
 
