@@ -28,6 +28,7 @@ SGLANG_OLDER_INSTALLED := $(SGLANG_OLDER_PATH)/.installed
 # where there is no InfiniBand. What that recommends (ibverbs-providers) makes processes crash as they end that have used
 # NIXL 1.5.1, which brings another libnl along.
 DEBIAN_PACKAGES := libibverbs1
+KUBERNETES_INSTALLED := $(VENV)/.kubernetes
 # What `make test-transport` moves bytes with: a name, or package.module:ClassName.
 TRANSPORT ?= mooncake
 # How many schedules `make sim` runs, and the first seed: a fresh one if empty.
@@ -54,7 +55,7 @@ UPGRADE_FLAGS ?=
 # What `make test-long` runs: everything that takes chance or time.
 LONG ?= tests/property tests/simulation tests/fuzz tests/contract tests/processes tests/unit/plan tests/unit/layout tests/unit/protocol
 
-.PHONY: help environments debian-packages etcd sim demo test test-all test-full test-transport test-hosts test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu gpu-wheels gpu-contact soak upgrade clean
+.PHONY: help environments debian-packages etcd kubernetes-schemas sim demo test test-all test-full test-transport test-hosts test-long planted tiers vllm test-engines test-vllm test-vllm-older test-sglang test-sglang-older test-engines-long test-gpu fuzz check format docs site bench bench-memory bench-gpu gpu-wheels gpu-contact soak upgrade clean
 
 help:
 	@echo "make demo    set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -65,6 +66,7 @@ help:
 	@echo "make test-long  set up, then search with fresh seeds and larger budgets, for hours"
 	@echo "make environments  set up all three environments: the library's own, vLLM's and SGLang's; and etcd for tests"
 	@echo "make debian-packages  install what some tests need of the system and skip without; as root"
+	@echo "make kubernetes-schemas  install what the test of the manifests in deploy/kubernetes needs, 72 MB, and skips without"
 	@echo "make etcd    get Debian's etcd for the tests, into .etcd, if none is installed"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
 	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
@@ -105,6 +107,12 @@ debian-packages:
 environments: $(INSTALLED) $(VLLM_INSTALLED) $(SGLANG_INSTALLED) etcd
 
 etcd: $(ETCD)
+
+kubernetes-schemas: $(KUBERNETES_INSTALLED)
+
+$(KUBERNETES_INSTALLED): $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --editable ".[kubernetes]"
+	@touch $@
 
 # Unpacked, not installed: the package would start a server.
 $(ETCD):

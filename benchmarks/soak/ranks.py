@@ -48,6 +48,16 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
+class Drain:
+    """The endpoint is to drain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drained:
+    """Nothing is open any more on an endpoint that drains."""
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """A room that has ended and whose pages may be used again.
 
@@ -108,11 +118,19 @@ def run_rank(connection: Connection, role: str, number: int, settings: dict[str,
     side = (_Prefill if role == "prefill" else _Decode)(number, settings, slots, random.Random(seed))
     try:
         connection.send([Ready()])
+        is_draining = False
         while True:
             if connection.poll(_TURN_S):
                 for order in connection.recv():
-                    side.open(order)
+                    if isinstance(order, Drain):
+                        side.endpoint.drain()
+                        is_draining = True
+                    else:
+                        side.open(order)
             reports = side.look(time.monotonic()) + unexpected.found
+            if is_draining and side.endpoint.is_drained:
+                is_draining = False
+                reports.append(Drained())
             unexpected.found.clear()
             if not side.endpoint.is_healthy:
                 reports.append(Broken("a thread of the endpoint has ended"))
@@ -124,6 +142,11 @@ def run_rank(connection: Connection, role: str, number: int, settings: dict[str,
         side.endpoint.close()
 
 
+def _settings(given: dict[str, Any]) -> kf.Settings:
+    """Makes the settings that this release has: one that is older lacks some."""
+    return kf.Settings(**{name: value for name, value in given.items() if name in kf.Settings.model_fields})
+
+
 class _Prefill:
     def __init__(self, number: int, settings: dict[str, Any], slots: int, chance: random.Random) -> None:
         self._memory, layout = pool(SOURCE_PAGES)
@@ -131,9 +154,7 @@ class _Prefill:
             tensor[...] = contents(number, region)
         self._chance = chance
         self._running: dict[int, _Running] = {}
-        self.endpoint = kf.PrefillEndpoint(
-            layout, engine=engine_name("prefill", number), settings=kf.Settings(**settings)
-        )
+        self.endpoint = kf.PrefillEndpoint(layout, engine=engine_name("prefill", number), settings=_settings(settings))
         self.endpoint.wait_registered(1.0)
 
     def open(self, order: Order) -> None:
@@ -188,8 +209,7 @@ class _Decode:
         ]
         self._chance = chance
         self._running: dict[int, _Running] = {}
-        own = {name: value for name, value in settings.items() if name != "engines"}
-        self.endpoint = kf.DecodeEndpoint(layout, engine=engine_name("decode", number), settings=kf.Settings(**own))
+        self.endpoint = kf.DecodeEndpoint(layout, engine=engine_name("decode", number), settings=_settings(settings))
 
     def open(self, order: Order) -> None:
         """Spoils the pages and asks for a room; plans when it is given up, if so."""

@@ -3,10 +3,10 @@
 Two prefill engines, of which one sends directly and one through staging memory, two decode engines, each a process of
 its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with the release before,
 from the history of the repository. While requests keep coming, every engine is replaced by this tree's, one after the
-other: it gets no new requests, those that it has end, its process ends, and its successor registers under the same
-name. Then every member of etcd is killed and started again; with `--registry http` kvferry's own registry is there
-instead, and replaced like an engine. Every request must arrive byte-exact on the decode side.
-The exit code is 0 only then.
+other: it drains, a prefill engine by `kvferry drain` where its release has that, its process ends, and its successor
+registers under the same name. Then every member of etcd is killed and started again; with `--registry http` kvferry's
+own registry is there instead, and replaced like an engine. Last, a prefill engine of this tree leaves for good. Every
+request must arrive byte-exact on the decode side. The exit code is 0 only then.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What a gateway does: knows from the registry which prefill engines there are, and gives each request to one of them.
 
-Whoever replaces an engine asks for it to be drained first: it gets no new request, and the requests that it has end.
+An engine that drains, as the registry says, gets no new requests. One of a release that cannot is left out by name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gateway:
         """Begins to look."""
         self.looks = self.problems = 0
         self._client = create_registry_client(settings, settings.registry_address)
-        self._draining: set[str] = set()
+        self._left_out: set[str] = set()
         self._views: dict[str, EngineView] = {}
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -41,13 +41,18 @@ class Gateway:
             except RegistryError:
                 self.problems += 1
 
-    def drain(self, engine: str) -> None:
-        """Gives an engine no new requests. The one place where an engine's own drain would be asked for."""
-        self._draining.add(engine)
+    def leave_out(self, engine: str) -> None:
+        """Gives an engine no new requests, whatever the registry says: of a release that knows no drain."""
+        self._left_out.add(engine)
 
     def reopen(self, engine: str) -> None:
         """Gives it requests again, once it is registered."""
-        self._draining.discard(engine)
+        self._left_out.discard(engine)
+
+    def is_draining(self, engine: str) -> bool:
+        """Whether an engine drains, as the registry last said."""
+        view = self._views.get(engine)
+        return view is not None and view.draining
 
     def incarnation(self, engine: str) -> str | None:
         """Returns which start of an engine is registered; None if none is, or not all of it."""
@@ -60,7 +65,11 @@ class Gateway:
         Args:
             loads: how many requests each engine has.
         """
-        able = [each for each in loads if each not in self._draining and self.incarnation(each) is not None]
+        able = [
+            each
+            for each in loads
+            if each not in self._left_out and not self.is_draining(each) and self.incarnation(each) is not None
+        ]
         return min(able, key=lambda each: loads[each], default=None)
 
     def __enter__(self) -> Gateway:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from benchmarks.soak.ranks import engine_name
-from benchmarks.upgrade.releases import ROOT, Release
+from benchmarks.upgrade.releases import ROOT, THIS_TREE, Release
 
 _END_S = 15.0
 
@@ -93,6 +93,40 @@ class RankHost:
             self._process.kill()
             self._process.wait()
             return False
+
+
+class DrainCommand:
+    """`kvferry drain NAME`, as an operator runs it."""
+
+    def __init__(self, engine: str, registry_url: str, secret: str, timeout_s: float) -> None:
+        """Starts it."""
+        command = [sys.executable, "-m", "kvferry", "drain", engine, "--timeout", str(timeout_s)]
+        variables = {"KVFERRY_REGISTRY_URL": registry_url, "KVFERRY_SECRET": secret}
+        self._process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**THIS_TREE.environment, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether it has."""
+        return self._process.poll() is not None
+
+    def problem(self) -> str:
+        """Says what went wrong, once it has ended; nothing if the engine has drained."""
+        code = self._process.wait()
+        assert self._process.stdout is not None
+        return "" if code == 0 else f"kvferry drain: exit code {code}: {self._process.stdout.read()}"
+
+    def close(self) -> None:
+        """Ends it, if it has not ended."""
+        self._process.kill()
+        with self._process:
+            pass
 
 
 class RegistryHost:

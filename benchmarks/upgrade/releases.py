@@ -35,6 +35,11 @@ class Release:
         """The variables of a process that runs it."""
         return {**os.environ, "PYTHONPATH": str(self.source)}
 
+    @property
+    def has_drain(self) -> bool:
+        """Whether its endpoints drain when they are told to."""
+        return (self.source / "kvferry/applications/drain").is_dir()
+
 
 THIS_TREE = Release("this tree", ROOT / "src")
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
-from benchmarks.soak.ranks import Broken, Fate, Order, Ready, Report
+from benchmarks.soak.ranks import Broken, Drain, Drained, Fate, Order, Ready, Report
 from benchmarks.upgrade.gateway import Gateway
-from benchmarks.upgrade.processes import RankHost, RankSpec, Running
+from benchmarks.upgrade.processes import DrainCommand, RankHost, RankSpec, Running
 from benchmarks.upgrade.registries import Member, Restarted
 from benchmarks.upgrade.releases import Release
 
@@ -35,6 +35,7 @@ SETTINGS: dict[str, Any] = {
     "staging_ring_mib": 2.0,
     "staging_chunk_mib": 0.5,
     "staging_memory_mib": 32.0,
+    "drain_grace_s": 2.0,
 }
 _KEPT_PROBLEMS = 20
 
@@ -117,6 +118,7 @@ class _Engine:
     spec: RankSpec
     host: RankHost
     is_up: bool = False
+    has_drained: bool = False
     load: int = 0
 
 
@@ -195,25 +197,28 @@ class Upgrade:
     def _begin_requests(self) -> None:
         due = self._plan.rate * self._now()
         while self._begun < due:
-            decode = min(
-                (
-                    each
-                    for each in self._decodes
-                    if each.spec.engine not in self._closed and self._free[each.spec.number]
-                ),
-                key=lambda each: each.load,
-                default=None,
-            )
+            decode = self._choose_decode()
             chosen = self._gateway.choose({each.spec.engine: each.load for each in self._prefills})
             if decode is None or chosen is None:
                 return
             prefill = next(each for each in self._prefills if each.spec.engine == chosen)
-            order = Order(next(self._numbers), self._free[decode.spec.number].pop(), prefill.spec.number, Fate.PLAIN)
-            self._requests[order.room] = _Request(order, prefill, decode, self._now())
-            self._begun += 1
+            order = self._begin(prefill, decode).order
             for each in (prefill, decode):
-                each.load += 1
                 each.host.connections[0].send([order])
+
+    def _choose_decode(self) -> _Engine | None:
+        able = (each for each in self._decodes if each.spec.engine not in self._closed and self._free[each.spec.number])
+        return min(able, key=lambda each: each.load, default=None)
+
+    def _begin(self, prefill: _Engine, decode: _Engine) -> _Request:
+        """Counts a request, of which nobody is told yet."""
+        order = Order(next(self._numbers), self._free[decode.spec.number].pop(), prefill.spec.number, Fate.PLAIN)
+        request = _Request(order, prefill, decode, self._now())
+        self._requests[order.room] = request
+        self._begun += 1
+        for each in (prefill, decode):
+            each.load += 1
+        return request
 
     def _receive(self, timeout_s: float) -> None:
         by_connection = {
@@ -234,6 +239,8 @@ class Upgrade:
                         )
                     case Ready():
                         engine.is_up = True
+                    case Drained():
+                        engine.has_drained = True
                     case Broken(what):
                         self.account.problem(f"{engine.spec.engine}: {what}")
                     case Report():
@@ -268,12 +275,13 @@ class Upgrade:
         for number, member in enumerate(self._registry.members[: plan.members]):
             yield from self._restart(number, member)
         yield from self._for(plan.quiet_s)
+        yield from self._leave()
 
     def _replace(self, engine: _Engine) -> Iterator[bool]:
         """Replaces an engine: no new requests, those that it has end, its process ends, the other release starts."""
         name, is_prefill, begin = engine.spec.engine, engine.spec.role == "prefill", self._now()
         before = self._gateway.incarnation(name)
-        self._gateway.drain(name) if is_prefill else self._closed.add(name)
+        yield from self._drain(engine)
         yield from self._until(lambda: engine.load == 0)
         drained = self._now()
         engine.host.hang_up()
@@ -281,13 +289,64 @@ class Upgrade:
         if not engine.host.end():
             self.account.problem(f"{name} did not end well")
         ended = self._now()
-        engine.is_up, engine.host = False, RankHost(self._then, [engine.spec])
+        engine.is_up, engine.has_drained, engine.host = False, False, RankHost(self._then, [engine.spec])
         yield from self._until(lambda: engine.is_up)
         if is_prefill:
             yield from self._until(lambda: self._gateway.incarnation(name) not in (None, before))
         self._gateway.reopen(name)
         self._closed.discard(name)
         self._note(name, begin, drained, ended)
+
+    def _drain(self, engine: _Engine) -> Iterator[bool]:
+        """Drains an engine, if its release can; else it is merely left out."""
+        name, can_drain = engine.spec.engine, engine.host.release.has_drain
+        if engine.spec.role == "decode":  # the registry knows prefill engines alone
+            self._closed.add(name)
+            if can_drain:
+                engine.host.connections[0].send([Drain()])
+                yield from self._until(lambda: engine.has_drained)
+        elif can_drain:
+            yield from self._drain_by_command(engine)
+        else:
+            self._gateway.leave_out(name)
+
+    def _drain_by_command(self, engine: _Engine, late: _Request | None = None) -> Iterator[bool]:
+        """Drains a prefill engine as an operator does. The gateway hears of it from the registry alone.
+
+        Args:
+            late: a request that the prefill engine has, and whose decode side comes when nothing new is taken any more.
+        """
+        name = engine.spec.engine
+        command = DrainCommand(name, self._registry.url, SETTINGS["secret"], STUCK_S)
+        try:
+            yield from self._until(lambda: command.has_ended or self._gateway.is_draining(name))
+            if late is not None:
+                # The rank has heard of it with its next renewal, and its grace is over after that.
+                yield from self._for(SETTINGS["registry_lease_s"] / 3 + SETTINGS["drain_grace_s"] + 1.0)
+                if command.has_ended:
+                    self.account.problem(f"{name}: kvferry drain ended while a room was open: {command.problem()}")
+                late.decode.host.connections[0].send([late.order])
+            yield from self._until(lambda: command.has_ended)
+            if problem := command.problem():
+                self.account.problem(f"{name}: {problem}")
+        finally:
+            command.close()
+
+    def _leave(self) -> Iterator[bool]:
+        """Has a prefill engine leave for good while requests come, with one of which the decode side comes late."""
+        engine = next((each for each in self._prefills if each.host.release.has_drain), None)
+        decode = self._choose_decode()
+        if not self._then.has_drain or engine is None or decode is None:
+            return
+        begin, late = self._now(), self._begin(engine, decode)
+        engine.host.connections[0].send([late.order])
+        yield from self._drain_by_command(engine, late)
+        yield from self._until(lambda: engine.load == 0)
+        drained = self._now()
+        self._prefills.remove(engine)
+        if not engine.host.end():
+            self.account.problem(f"{engine.spec.engine} did not end well")
+        self._note(f"{engine.spec.engine} leaves", begin, drained, self._now())
 
     def _restart(self, number: int, member: Member) -> Iterator[bool]:
         """Ends a process of the registry and starts it again, until all engines are registered there as before."""

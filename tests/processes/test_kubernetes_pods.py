@@ -74,6 +74,7 @@ def test_pods_connect_only_as_the_network_policies_allow(deployed: RunningPods):
         ("decode", "prefill"),
         ("prefill", "decode"),
         ("decode", "registry"),
+        ("gateway", "registry"),
     }
     assert ("decode-0", "prefill-0", 9440) in flows
     assert deployed.closed_flows() == set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -132,9 +133,12 @@ class Deployment:
 
     def registry_of(self, name: str) -> RegistryClient:
         """A client of the registry at which a server's ranks are."""
-        environment = psutil.Process(self.pid_of(name)).environ()
-        own = f"http://127.0.0.1:{environment.get('KVFERRY_REGISTRY_PORT')}"
-        return RegistryClient(environment.get("KVFERRY_REGISTRY_URL", own))
+        process = psutil.Process(self.pid_of(name))
+        line = process.cmdline()
+        if "--kv-transfer-config" in line:
+            transfer = json.loads(line[line.index("--kv-transfer-config") + 1])
+            return RegistryClient(transfer["kv_connector_extra_config"]["registry_url"])
+        return RegistryClient(f"http://127.0.0.1:{process.environ()['KVFERRY_REGISTRY_PORT']}")
 
     def interrupt(self) -> None:
         """Ends it as Ctrl-C does: nothing of it is left."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import httpx
@@ -13,6 +13,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from kvferry.applications.up.dialects import Dialect
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
+from kvferry.control.registry import Registry
 
 NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 FIRST_BOOTSTRAP_PORT = 8998
@@ -35,10 +36,12 @@ FakeT = TypeVar("FakeT", bound=Fake)
 class FrontDeployment(Generic[FakeT]):
     """The servers, and the front before them, which knows that all are well."""
 
-    def __init__(self, dialect: Dialect, fakes: Mapping[str, FakeT]) -> None:
+    def __init__(self, dialect: Dialect, fakes: Mapping[str, FakeT], registries: Sequence[Registry] = ()) -> None:
         self.fakes = fakes
         self.served = {name: Served(fake.app()) for name, fake in fakes.items()}
         made = [Server(self.served[name].url, name, FIRST_BOOTSTRAP_PORT + number) for number, name in enumerate(NAMES)]
+        for server, registry in zip(made, registries, strict=False):
+            server.registry = registry
         self.front = Front(dialect, made[:2], made[2:])
         self.front_served = Served(self.front.app())
         self.url = self.front_served.url

@@ -38,6 +38,7 @@ SECRETS = {"kvferry": {"secret": "x" * 32}, "kvferry-etcd": {"password": "of etc
 
 WHOLE = [(overlay, ()) for overlay in OVERLAYS]
 EVERYTHING = [*WHOLE, *((overlay, COMPONENTS) for overlay in OVERLAYS[:2])]
+NO_SCHEMAS = "Kubernetes' schemas are not installed here: `make kubernetes-schemas`"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 
@@ -103,7 +104,7 @@ class _PodMonitor(_Strict):
 @pytest.mark.full  # a second for each
 @pytest.mark.parametrize("version", ["1.29", "1.37"])
 def test_kubernetes_knows_every_field(manifests: tuple[Manifest, ...], version: str):
-    validator = pytest.importorskip("kubernetes_validate", reason="it is in the extra dev: pip install '.[dev]'")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_SCHEMAS)
     for manifest in manifests:
         if manifest["kind"] == "PodMonitor":
             assert manifest["apiVersion"] == "monitoring.coreos.com/v1"
@@ -114,7 +115,7 @@ def test_kubernetes_knows_every_field(manifests: tuple[Manifest, ...], version: 
 
 @pytest.mark.full
 def test_a_field_that_kubernetes_does_not_know_is_found():
-    validator = pytest.importorskip("kubernetes_validate", reason="it is in the extra dev: pip install '.[dev]'")
+    validator = pytest.importorskip("kubernetes_validate", reason=NO_SCHEMAS)
     (policy,) = itertools.islice(of_kind(rendered("vllm"), "NetworkPolicy"), 1)
     wrong = json.loads(json.dumps(policy))
     wrong["spec"]["podSelectors"] = wrong["spec"]["podSelector"]
@@ -204,6 +205,19 @@ def test_every_variable_of_ours_is_a_setting_and_all_of_them_are_possible(
         if pod in ranks(manifests):
             assert settings.host == ADDRESS
             assert not settings.is_on_loopback, "else its bytes would go through lo"
+
+
+@pytest.mark.parametrize("components", [(), COMPONENTS])
+def test_kvferrys_front_asks_the_registry_of_the_ranks(components: tuple[str, ...]):
+    manifests = rendered("vllm", *components)
+    (front,) = (pod for pod in pods(manifests) if pod.workload["metadata"]["name"] == "gateway")
+    names = ("KVFERRY_REGISTRY_URL", "KVFERRY_SECRET", "KVFERRY_ETCD_USER", "KVFERRY_ETCD_PASSWORD")
+    of_front = variables(front, manifests)
+    for pod in ranks(manifests):
+        of_rank = variables(pod, manifests)
+        assert [of_front.get(name) for name in names] == [of_rank.get(name) for name in names]
+    router = next(pod for pod in pods(rendered("sglang", *components)) if pod.workload["metadata"]["name"] == "gateway")
+    assert set(names).isdisjoint(variables(router, rendered("sglang", *components))), "it asks none"
 
 
 def test_every_reference_in_a_command_is_to_a_variable(manifests: tuple[Manifest, ...]):
@@ -298,6 +312,8 @@ def test_network_policies_let_through_what_is_needed_and_nothing_else(engine: tu
     }
     if by_name["prefill"].port("bootstrap"):
         needed.add(("decode", "prefill", 8999))
+    else:  # kvferry's front asks who drains
+        needed.add(("gateway", "registry", 8998))
     ports = {port for _, _, port in needed} | {first - 1, last + 1, control - 1, control + 16, 8999, 9470, 22}
     allowed = {
         (source, target, port)

@@ -319,6 +319,30 @@ def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) 
     return contract
 
 
+def holds(contract: Contract, version: str, otherwise: str) -> bool:
+    """Checks what the plug-in serves well without, and logs an error where that has changed.
+
+    Args:
+        version: the engine's.
+        otherwise: what a user misses then, as a sentence without its full stop.
+
+    Returns:
+        Whether nothing has.
+    """
+    broken = contract.broken()
+    if broken:
+        log.error(
+            "kvferry's plug-in does not fit %s %s in everything: %s. %s. All of it was tried with %s %s",
+            contract.engine,
+            version,
+            "; ".join(broken),
+            otherwise,
+            contract.engine,
+            _listed(contract.tried),
+        )
+    return not broken
+
+
 def parameters_of(function: Callable[..., Any]) -> str:
     """Returns a function's parameters as `Signature` has them."""
     shown: list[str] = []

@@ -69,6 +69,13 @@ def rename_the_hook_on_senders() -> None:
     del PrefillBootstrapQueue.create_sender
 
 
+def rename_the_handler_of_sigterm() -> None:
+    from sglang.srt.managers.tokenizer_manager import SignalHandler
+
+    SignalHandler.on_sigterm = SignalHandler.sigterm_handler
+    del SignalHandler.sigterm_handler
+
+
 def change_a_signature() -> None:
     from sglang.srt.disaggregation.common.conn import CommonKVSender
 

@@ -18,13 +18,14 @@ from tests.real_engines.sglang.changed import (
     number_states_anew,
     outcome,
     rename_a_kind_of_class,
+    rename_the_handler_of_sigterm,
     rename_the_hook_on_senders,
     served,
     started,
 )
 
 from kvferry.engines.contract import contract_for
-from kvferry.engines.sglang.contract import LOADING, SERVING, TRIED
+from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, TRIED
 from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
@@ -47,7 +48,7 @@ REPLACES = {"KVFERRY_SGLANG_REPLACES_NIXL": "1"}
 def test_this_version_was_tried():
     assert engine_version() in TRIED
     contracts = [contract_for(each, engine_version()) for each in (LOADING, SERVING)]
-    assert [contract.broken() for contract in contracts] == [(), ()]
+    assert [contract.broken() for contract in (*contracts, ENDING)] == [(), (), ()]
     assert len(contracts[1].lines) > 60
 
 
@@ -115,6 +116,16 @@ def test_a_version_that_was_not_tried_is_said():
         "WARNING:kvferry.engines.contract:SGLang 0.5.24 is not among the versions that kvferry's plug-in was tried "
         f"with: 0.5.22 and 0.5.23. All {lines} names and signatures that it builds on are there; whether they still "
         "mean the same, nobody has tried.\n"
+    )
+
+
+def test_an_sglang_that_ends_otherwise_serves_and_says_so():
+    ended, logged = outcome(rename_the_handler_of_sigterm, started, served)
+    assert ended == "served"
+    assert (
+        "sglang.srt.managers.tokenizer_manager:SignalHandler.sigterm_handler is gone: there is no 'sigterm_handler' "
+        "(our hook on it says at the registry that the engine drains). Peers notice late that a server has ended: run "
+        "kvferry drain before the SIGTERM (docs/drain.md)" in logged
     )
 
 

@@ -146,6 +146,7 @@ def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(
             (first,) = ranks()
             with deployment.terminated("prefill-0"):
                 eventually("the registry says so", lambda: ranks()[0].draining)
+                eventually("the front has seen it", lambda: deployment.server("prefill-0")["is_draining"])
                 eventually("its rank waits for somebody", lambda: ranks()[0].open_rooms == 1)
                 told = deployment.post(decode["url"], **kept)
                 assert told.status_code == 200, told.text

@@ -132,6 +132,22 @@ def test_a_vllm_that_has_changed_is_refused(
     assert "refuses to serve with it" in str(caught.value)
 
 
+def test_a_vllm_that_ends_otherwise_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def run_engine_core(*_: Any, **__: Any) -> None: ...
+
+    monkeypatch.setattr(find("vllm.v1.engine.core:EngineCoreProc"), "run_engine_core", staticmethod(run_engine_core))
+    with caplog.at_level(logging.WARNING, "kvferry"):
+        connector_class()
+    (said,) = said_by_us(caplog)
+    assert (
+        "vllm.v1.engine.core:EngineCoreProc.run_engine_core does not use signal_handler, SIGTERM, shutdown_timeout any "
+        "more (ours is called before its handler). A server that is told to end may not drain: run kvferry drain"
+        in said
+    )
+
+
 @pytest.mark.servers
 def test_a_server_whose_vllm_has_changed_does_not_start(tmp_path: Path):
     shape = Shape(write("qwen3", tmp_path), role="kv_both", name="changed", lacks="get_transfer_results")

@@ -121,6 +121,7 @@ def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(dep
     before = received(deployment)
     with deployment.registry_of("prefill-1") as registry, deployment.terminated("prefill-1") as process:
         eventually("the registry says so", lambda: registry.engine("prefill-1").draining)
+        eventually("the front has seen it", lambda: deployment.server("prefill-1")["is_draining"])
         assert not registry.engine("prefill-1").registrations[0].drained
         assert process.is_running()
         told = deployment.post(decode, prompt=prompt, max_tokens=4, temperature=0, kv_transfer_params=answer)

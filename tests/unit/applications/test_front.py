@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.support.fronts import NAMES, FrontDeployment
+from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
+from kvferry.applications.up import drains
 from kvferry.applications.up.dialects import DIALECTS
+from kvferry.applications.up.drains import DrainWatch
+from kvferry.applications.up.servers import Server
+from kvferry.control.registry import Registry
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
 from kvferry.engines.vllm.parameters import ROOM
 
 FAILED_EVENT = 'data: {"choices": [{"text": "", "finish_reason": "error"}]}\n\n'
@@ -106,9 +113,13 @@ class FakeServer:
 class Deployment(FrontDeployment[FakeServer]):
     """Two servers of vLLM of either kind and the front before them."""
 
-    def __init__(self) -> None:
+    def __init__(self, registries: Sequence[Registry] = ()) -> None:
         rooms: set[int] = set()
-        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES})
+        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES}, registries)
+
+    def shown(self, name: str) -> dict[str, Any]:
+        health = httpx.get(f"{self.url}/health").json()
+        return next(each for each in health[name.partition("-")[0]] if each["engine"] == name)
 
 
 @pytest.fixture
@@ -116,6 +127,24 @@ def deployment() -> Iterator[Deployment]:
     made = Deployment()
     yield made
     made.close()
+
+
+@pytest.fixture
+def registry() -> Iterator[RegistryServer]:
+    with RegistryServer(port=0, lease_s=3600.0) as started:
+        yield started
+
+
+@pytest.fixture
+def registered(registry: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
+    """Servers whose ranks are registered, behind a front that asks often."""
+    monkeypatch.setattr(drains, "INTERVAL_S", 0.02)
+    with RegistryClient(registry.url) as client:
+        for name in ("prefill-0", "prefill-1"):
+            client.register(rank(engine=name, tp_size=1, incarnation=f"{name}/first"))
+        made = Deployment([client, client])
+        yield made
+        made.close()
 
 
 def texts(stream: str) -> list[str]:
@@ -294,6 +323,78 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_hearing_of_the_others(d
     looks = other.looks
     eventually("the other is asked again and again", lambda: other.looks > looks + 2)
     assert deployment.front._prefill.servers[0].is_healthy, "the answer was waited for, or its deadline"
+
+
+# ---- servers that drain ---------------------------------------------------------------------------------------------
+
+
+def test_a_prefill_server_that_drains_gets_no_requests(registered: Deployment, registry: RegistryServer):
+    """Although its own health is as good as ever, and although what it would be asked for fails."""
+    with RegistryClient(registry.url) as operator:
+        operator.drain("prefill-0")
+    eventually("the front has seen it", lambda: registered.shown("prefill-0")["is_draining"])
+    assert registered.shown("prefill-0")["is_healthy"]
+    registered.fakes["prefill-0"].status = 500
+    assert {registered.ask().status_code for _ in range(6)} == {200}
+    assert (len(registered.fakes["prefill-0"].asked), len(registered.fakes["prefill-1"].asked)) == (0, 6)
+    assert registered.front.retries == 0
+    assert httpx.get(f"{registered.url}/health").status_code == 200
+
+
+def test_its_successor_gets_requests(registered: Deployment, registry: RegistryServer):
+    with RegistryClient(registry.url) as client:
+        client.drain("prefill-0")
+        eventually("the front has seen it", lambda: registered.shown("prefill-0")["is_draining"])
+        client.register(rank(engine="prefill-0", tp_size=1, incarnation="second"))
+    eventually("the front has seen it", lambda: not registered.shown("prefill-0")["is_draining"])
+    for _ in range(4):
+        registered.ask()
+    assert {len(registered.fakes[name].asked) for name in ("prefill-0", "prefill-1")} == {2}
+
+
+def test_one_that_has_drained_and_left_gets_none_until_its_successor_has_come(registry: RegistryServer):
+    """Its ranks leave the registry before its HTTP server ends."""
+    server = Server("http://127.0.0.1:9", "prefill-0")
+    with RegistryClient(registry.url) as client:
+        seen = []
+        for change in (
+            lambda: client.register(rank(engine="prefill-0", tp_size=1)),
+            lambda: client.drain("prefill-0"),
+            lambda: client.remove("prefill-0", 0, "first"),
+            lambda: client.register(rank(engine="prefill-0", tp_size=1, incarnation="second")),
+        ):
+            change()
+            asyncio.run(DrainWatch(server, client, "prefill-0").look())
+            seen.append(server.is_draining)
+    assert seen == [False, True, True, False]
+
+
+@pytest.mark.full
+def test_where_all_drain_that_is_the_answer(registered: Deployment, registry: RegistryServer):
+    with RegistryClient(registry.url) as operator:
+        operator.drain("prefill-0")
+        operator.drain("prefill-1")
+    eventually("the front has seen it", lambda: httpx.get(f"{registered.url}/health").status_code == 503)
+    answer = registered.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"] == (
+        "every prefill server that is well drains: start another one, or ask again when its successor serves"
+    )
+    assert registered.asked("prefill") == registered.asked("decode") == []
+
+
+@pytest.mark.full
+def test_a_registry_that_is_gone_leaves_what_was_known(
+    registered: Deployment, registry: RegistryServer, caplog: pytest.LogCaptureFixture
+):
+    with RegistryClient(registry.url) as operator:
+        operator.drain("prefill-0")
+    eventually("the front has seen it", lambda: registered.shown("prefill-0")["is_draining"])
+    registry.close()
+    eventually("the front has said so", lambda: "nobody says whether prefill-0 drains: " in caplog.text)
+    for _ in range(4):
+        assert registered.ask().status_code == 200
+    assert len(registered.fakes["prefill-1"].asked) == 4
 
 
 def test_models_and_health(deployment: Deployment):

@@ -19,9 +19,25 @@ time.sleep(600)
 """
 
 
-def started() -> tuple[subprocess.Popen[str], psutil.Process, psutil.Process]:
+SLOW_GUARD = """
+import os, sys, time
+from kvferry.applications.up import together
+
+moves = os.setpgid
+
+def move(process, group):
+    if process == 0:
+        time.sleep(600)  # it does not come to it
+    moves(process, group)
+
+os.setpgid = move
+together.main()
+"""
+
+
+def started(*ours_as: str) -> tuple[subprocess.Popen[str], psutil.Process, psutil.Process]:
     """Ours, the command's, and the process that the command has started."""
-    line = [sys.executable, "-m", "kvferry.applications.up.together", sys.executable, "-c", COMMAND]
+    line = [sys.executable, *(ours_as or ("-m", "kvferry.applications.up.together")), sys.executable, "-c", COMMAND]
     ours = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert ours.stdout is not None
     grandchild = psutil.Process(int(ours.stdout.readline()))
@@ -55,6 +71,21 @@ def test_stopping_the_group_stops_all():
     os.killpg(ours.pid, signal.SIGTERM)
     ours.wait(PATIENCE_S)
     eventually("nothing is left", lambda: has_ended(child) and has_ended(grandchild))
+
+
+def test_who_stops_the_group_as_it_starts_does_not_end_the_guard():
+    """Before, a guard that a busy machine had not yet let run was ended with the group, and what was left lived on."""
+    ours, child, grandchild = started("-c", SLOW_GUARD)
+    (guard,) = (each for each in psutil.Process(ours.pid).children() if each != child)
+    try:
+        assert os.getpgid(guard.pid) != ours.pid
+        os.killpg(ours.pid, signal.SIGTERM)
+        ours.wait(PATIENCE_S)
+        assert guard.is_running()
+    finally:
+        for each in (guard, child, grandchild):
+            if each.is_running():
+                each.kill()
 
 
 def test_without_a_group_of_its_own_nothing_is_run():

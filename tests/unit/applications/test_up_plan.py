@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.applications.up import installed, run
-from kvferry.applications.up.app import servers
+from kvferry.applications.up.app import clients, servers
 from kvferry.applications.up.arguments import DeploymentRequest
 from kvferry.applications.up.installed import check_installed, router_is_front
 from kvferry.applications.up.plan import Program, ports_needed, programs
@@ -84,6 +85,7 @@ def test_sglangs_servers_find_one_another_and_nobody_else_finds_them(model: Path
         for name, port in zip(("prefill-0", "prefill-1"), bootstrap, strict=True)
     ]
     assert front["--decode"] == [f"decode-0=http://127.0.0.1:{port_of(made['decode-0'])}"]
+    assert front["--registry"] == [f"http://127.0.0.1:{port}" for port in registries]
     assert made["front"].health_url.endswith(":8000/ready")
 
 
@@ -116,6 +118,45 @@ def test_vllms_servers_share_a_registry(model: Path):
     front = options(made["front"])
     assert front["--engine"] == ["vllm"]
     assert "--bootstrap-port" not in front
+    assert front["--registry"] == [registry_url], "it says which of them drain"
+
+
+def test_a_registry_of_the_users_is_what_sglangs_front_asks(model: Path):
+    request = DeploymentRequest(model=model, engine="sglang", prefill=2, front="kvferry")
+    ports = range(FIRST_PORT, FIRST_PORT + ports_needed(request))
+    *_, front = programs(request, ports, registry_url="http://registry:8998")
+    assert options(front)["--registry"] == ["http://registry:8998"]
+
+
+def test_vllms_servers_drain_when_they_are_told_to_end_for_as_long_as_the_user_says(model: Path):
+    """Without the option vLLM kills its engine at once. Of two the last counts."""
+    ours = options(planned(DeploymentRequest(model=model))["prefill-0"])["--shutdown-timeout"]
+    (waited,) = {
+        each["stopwaitsecs"]
+        for each in configuration([Program("one", ("x",), "")], model).values()
+        if "command" in each
+    }
+    assert 0 < int(*ours) < int(waited)
+    given = planned(DeploymentRequest(model=model, engine_options=["--shutdown-timeout", "60"]))
+    for name in ("prefill-0", "decode-0"):
+        assert options(given[name])["--shutdown-timeout"] == [*ours, "60"]
+
+
+def test_prefill_servers_have_a_registry_each_or_one_for_all(monkeypatch: pytest.MonkeyPatch):
+    def asked(given: list[str] | None, count: int) -> list[str]:
+        with ExitStack() as opened:
+            made = clients(given, count, opened)
+            return [server.registry.url for server in servers(["a=http://a"] * count, None, made) if server.registry]
+
+    one, two = "http://127.0.0.1:1", "http://127.0.0.1:2"
+    assert asked([one, two], 2) == [one, two]
+    assert asked([one], 2) == [one, one]
+    assert asked(None, 2) == []
+    monkeypatch.setenv("KVFERRY_REGISTRY_URL", two)
+    assert asked(None, 1) == [two]
+    assert asked([one], 1) == [one]
+    with pytest.raises(ConfigurationError, match=r"^--registry: 2 for 3 prefill servers; name one, or one for each$"):
+        asked([one, two], 3)
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])

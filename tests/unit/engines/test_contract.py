@@ -25,6 +25,7 @@ from kvferry.engines.contract import (
     Signature,
     contract_for,
     enforce,
+    holds,
 )
 from kvferry.errors import EngineContractError
 
@@ -176,3 +177,15 @@ def test_a_version_that_was_not_tried_is_said(
 def test_each_version_has_the_contract_that_was_tried_with_it():
     old, new = Contract("An engine", ("1.0",), ()), Contract("An engine", ("1.1", "1.2"), ())
     assert [contract_for((old, new), version) for version in ("1.0", "1.1", "1.2", "3")] == [old, new, new, new]
+
+
+def test_what_a_plug_in_serves_well_without_is_said_and_no_more(caplog: pytest.LogCaptureFixture):
+    lines = (Attributes(f"{__name__}:Queue", ("release",), WHY), Attributes(f"{__name__}:Queue", ("drain",), WHY))
+    assert holds(Contract("Engine", ("1.0",), lines[:1]), "1.1", "It ends late")
+    assert not caplog.records
+    assert not holds(Contract("Engine", ("0.9", "1.0"), lines), "1.1", "It ends late")
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert caplog.messages == [
+        f"kvferry's plug-in does not fit Engine 1.1 in everything: {__name__}:Queue: drain is gone ({WHY}). It ends "
+        "late. All of it was tried with Engine 0.9 and 1.0"
+    ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
+from itertools import repeat
 from typing import Annotated
 
 import typer
@@ -10,6 +13,10 @@ import uvicorn
 from kvferry.applications.up.dialects import DIALECTS
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
+from kvferry.control.construction import create_registry_client
+from kvferry.control.registry import Registry
+from kvferry.errors import ConfigurationError
+from kvferry.settings import Settings
 
 
 def serve(
@@ -21,17 +28,47 @@ def serve(
     bootstrap_port: Annotated[
         list[int] | None, typer.Option(help="SGLang's, one for each prefill server, in their order.")
     ] = None,
+    registry: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Which says whether prefill servers drain: one for all, or one for each in their order. "
+            "KVFERRY_REGISTRY_URL if not given; without either nobody is asked."
+        ),
+    ] = None,
 ) -> None:
     """Serve OpenAI's interface in front of prefill and decode servers."""
-    front = Front(DIALECTS[engine], servers(prefill, bootstrap_port), servers(decode))
-    uvicorn.run(front.app(), host=host, port=port, log_level="warning")
+    with ExitStack() as opened:
+        registries = clients(registry, len(prefill), opened)
+        front = Front(DIALECTS[engine], servers(prefill, bootstrap_port, registries), servers(decode))
+        uvicorn.run(front.app(), host=host, port=port, log_level="warning")
 
 
-def servers(given: list[str], bootstrap_ports: list[int] | None = None) -> list[Server]:
-    """Reads name=url, and takes a port for each."""
+def servers(
+    given: Sequence[str], bootstrap_ports: Sequence[int] | None = None, registries: Sequence[Registry] = ()
+) -> list[Server]:
+    """Reads name=url, and takes a port and a registry for each, where there are any."""
     pairs = (each.partition("=") for each in given)
-    ports = bootstrap_ports or [0] * len(given)
-    return [Server(url, name, bootstrap_port) for (name, _, url), bootstrap_port in zip(pairs, ports, strict=True)]
+    rest = zip(bootstrap_ports or repeat(0, len(given)), registries or repeat(None, len(given)), strict=True)
+    return [Server(url, name, *each) for (name, _, url), each in zip(pairs, rest, strict=True)]
+
+
+def clients(given: Sequence[str] | None, count: int, opened: ExitStack) -> list[Registry]:
+    """Makes the clients of registries, one for each prefill server, or none if no registry is known.
+
+    Args:
+        given: addresses; the settings' one if there are none.
+        count: of prefill servers.
+        opened: closes the clients.
+
+    Raises:
+        ConfigurationError: if there are several registries, and not one for each.
+    """
+    settings = Settings()
+    urls = [*(given or ([settings.registry_url] if settings.registry_url is not None else []))]
+    if len(urls) not in (0, 1, count):
+        raise ConfigurationError(f"--registry: {len(urls)} for {count} prefill servers; name one, or one for each")
+    made = [opened.enter_context(create_registry_client(settings, url)) for url in urls]
+    return made * count if len(made) == 1 else made
 
 
 if __name__ == "__main__":

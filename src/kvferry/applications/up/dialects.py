@@ -8,6 +8,7 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from kvferry.applications.up.servers import Server
+from kvferry.engines.sglang.directory import engine_name
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM
 from kvferry.errors import UsageError
 
@@ -38,6 +39,10 @@ class Dialect(Protocol):
         """
         ...
 
+    def registered_name(self, prefill: Server) -> str:
+        """Returns the name under which a prefill server's ranks are at their registry."""
+        ...
+
 
 class VllmDialect:
     """`kv_transfer_params`, as kvferry's connector reads them.
@@ -66,6 +71,10 @@ class VllmDialect:
         of_prefill["kv_transfer_params"] = {"do_remote_decode": True, ROOM: room}
         parameters = {"do_remote_prefill": True, "remote_engine_id": prefill.engine, ROOM: room}
         return of_prefill, {**body, "kv_transfer_params": parameters}
+
+    def registered_name(self, prefill: Server) -> str:
+        """Returns the name that the server is given as its `engine_id`."""
+        return prefill.engine
 
 
 class SglangDialect:
@@ -101,6 +110,10 @@ class SglangDialect:
         }
         of_prefill = {name: value for name, value in of_decode.items() if name != "stream_options"}
         return {**of_prefill, "stream": False}, of_decode
+
+    def registered_name(self, prefill: Server) -> str:
+        """Returns the name that the server gives itself, which must be on this machine."""
+        return engine_name(prefill.bootstrap_port)
 
 
 DIALECTS: dict[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}

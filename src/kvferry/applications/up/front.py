@@ -4,6 +4,8 @@ Every request goes to a prefill and a decode server at once, under a room number
 asks for the cache, and pages leave the prefill server while it still computes. If one of the two fails before the first
 token has gone to the client, the request is tried once more with another pair.
 
+A prefill server of which its registry says that it drains gets no new requests.
+
 It is made for one machine: it keeps no state but who is well, and balances by turns. In a cluster its place is a
 gateway's, which the same parameters work with. What the parameters are, and how a request for several choices is
 divided, is an engine's `Dialect`.
@@ -15,7 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -26,6 +28,7 @@ from starlette.routing import Route
 
 from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
 from kvferry.applications.up.dialects import Dialect
+from kvferry.applications.up.drains import DrainWatch
 from kvferry.applications.up.servers import Pool, Server, TryAnotherError
 from kvferry.errors import UsageError
 
@@ -65,6 +68,7 @@ class Front:
         async def lifespan(_: Starlette) -> AsyncIterator[None]:
             # One each: a server that answers late keeps nobody from hearing of the others.
             watching = [asyncio.create_task(self._watch(server)) for server in self._servers()]
+            watching += [asyncio.create_task(watch.run()) for watch in self._drain_watches()]
             yield
             for each in watching:
                 each.cancel()
@@ -87,6 +91,11 @@ class Front:
     def _servers(self) -> tuple[Server, ...]:
         return (*self._prefill.servers, *self._decode.servers)
 
+    def _drain_watches(self) -> Iterator[DrainWatch]:
+        for server in self._prefill.servers:
+            if server.registry is not None:
+                yield DrainWatch(server, server.registry, self._dialect.registered_name(server))
+
     async def _watch(self, server: Server) -> None:
         while True:
             await self._look(server)
@@ -104,13 +113,8 @@ class Front:
 
     async def _health(self, _: Request) -> Response:
         pools = {"prefill": self._prefill, "decode": self._decode}
-        can_serve = all(any(server.is_healthy for server in pool.servers) for pool in pools.values())
-        state = {
-            name: [
-                {"engine": server.engine, "url": server.url, "is_healthy": server.is_healthy} for server in pool.servers
-            ]
-            for name, pool in pools.items()
-        }
+        can_serve = all(any(server.takes_requests for server in pool.servers) for pool in pools.values())
+        state = {name: [_shown(server) for server in pool.servers] for name, pool in pools.items()}
         return JSONResponse({**state, "retries": self.retries}, status_code=200 if can_serve else 503)
 
     async def _ready(self, _: Request) -> Response:
@@ -124,7 +128,7 @@ class Front:
     async def _models(self, request: Request) -> Response:
         server = self._decode.choose(set())
         if server is None:
-            return _problem(503, "no decode server is well")
+            return _problem(503, self._decode.shortage("decode"))
         answer = await self._client.get(f"{server.url}/v1/models", headers=_headers(request))
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
@@ -188,8 +192,10 @@ class Front:
         last_problem = ""
         for attempt in range(self._attempts):
             prefill, decode = self._pair(avoided) if attempt else pair
-            if prefill is None or decode is None:
-                return _failed(503, f"no {'prefill' if prefill is None else 'decode'} server is well")
+            if prefill is None:
+                return _failed(503, self._prefill.shortage("prefill"))
+            if decode is None:
+                return _failed(503, self._decode.shortage("decode"))
             try:
                 return await self._try(request, body, prefill, decode, is_computed)
             except TryAnotherError as error:
@@ -275,6 +281,15 @@ class Front:
             await exits.aclose()
             raise
         return Streamed(_until_lost(begun, pieces), exits)
+
+
+def _shown(server: Server) -> dict[str, Any]:
+    return {
+        "engine": server.engine,
+        "url": server.url,
+        "is_healthy": server.is_healthy,
+        "is_draining": server.is_draining,
+    }
 
 
 def _whole(answer: httpx.Response, content: bytes) -> Whole:

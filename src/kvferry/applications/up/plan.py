@@ -13,6 +13,8 @@ from kvferry.applications.up.engine_options import Engine
 LOOPBACK = "127.0.0.1"
 BACKEND = "kvferry"
 """For SGLang's --disaggregation-transfer-backend, as `engines/sglang/plugin.py` adds it."""
+_SHUTDOWN_S = 15
+"""For vLLM's --shutdown-timeout: less than the supervisor waits for a program that it has told to end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,22 +68,30 @@ def ports_needed(request: DeploymentRequest) -> int:
     return 1 + request.prefill + request.decode + (2 * request.prefill if request.which_engine is Engine.SGLANG else 0)
 
 
-def programs(request: DeploymentRequest, ports: Sequence[int], *, has_router: bool = False) -> list[Program]:
+def programs(
+    request: DeploymentRequest, ports: Sequence[int], *, has_router: bool = False, registry_url: str | None = None
+) -> list[Program]:
     """Returns everything that runs, in the order in which it starts: the front last.
 
     Args:
         ports: free ones, as many as `ports_needed`.
         has_router: whether SGLang's router is the front.
+        registry_url: of the registry that the settings name, which SGLang's prefill servers use in place of their own.
     """
     free = iter(ports)
     if request.which_engine is Engine.VLLM:
         registry = _registry(next(free))
         places = [*_places(request, free)]
-        servers = [_vllm(place, request, registry.health_url.removesuffix("/health")) for place in places]
-        return [registry, *servers, _front(request, places)]
+        its_url = registry.health_url.removesuffix("/health")
+        servers = [_vllm(place, request, its_url) for place in places]
+        return [registry, *servers, _front(request, places, [its_url])]
     metrics_port = next(free)
     places = [*_places(request, free)]
-    front = _router(request, places, metrics_port) if has_router else _front(request, places)
+    if has_router:
+        front = _router(request, places, metrics_port)
+    else:
+        own = [f"http://{LOOPBACK}:{place.registry_port}" for place in places if place.registry_port]
+        front = _front(request, places, own if registry_url is None else [registry_url])
     return [*(_sglang(place, request) for place in places), front]
 
 
@@ -114,7 +124,9 @@ def _vllm(place: Place, request: DeploymentRequest, registry_url: str) -> Progra
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(request.model), "--host", LOOPBACK, "--port", str(place.port)),
         *("--tensor-parallel-size", str(place.tp), "--kv-transfer-config", json.dumps(transfer)),
-        *request.options_of(place.side),
+        # Else it is killed as soon as it is told to end, with whatever it keeps for decode servers.
+        *("--shutdown-timeout", str(_SHUTDOWN_S)),
+        *request.options_of(place.side),  # of two the last counts
     )
     return Program(place.name, command, f"{place.url}/health")
 
@@ -138,13 +150,15 @@ def _sglang(place: Place, request: DeploymentRequest) -> Program:
     return Program(place.name, command, f"{place.url}/health", environment)
 
 
-def _front(request: DeploymentRequest, places: Sequence[Place]) -> Program:
+def _front(request: DeploymentRequest, places: Sequence[Place], registries: Sequence[str]) -> Program:
     command = [sys.executable, "-m", "kvferry.applications.up.app", "--engine", request.which_engine.value]
     command += ["--host", request.host, "--port", str(request.port)]
     for place in places:
         command += [f"--{place.side}", f"{place.name}={place.url}"]
         if place.bootstrap_port:
             command += ["--bootstrap-port", str(place.bootstrap_port)]
+    for url in registries:
+        command += ["--registry", url]
     # Ready: "all of them serve" is said when requests go to all of them, which the front finds out by itself.
     return Program("front", tuple(command), f"http://{request.host}:{request.port}/ready")
 

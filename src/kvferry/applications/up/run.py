@@ -12,6 +12,7 @@ from kvferry.applications.up.arguments import DeploymentRequest
 from kvferry.applications.up.installed import check_installed, router_is_front
 from kvferry.applications.up.plan import Program, ports_needed, programs
 from kvferry.applications.up.supervision import Supervisor, free_ports, refuse_taken
+from kvferry.settings import Settings
 
 
 def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> None:
@@ -30,7 +31,8 @@ def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> N
     refuse_taken(request.host, request.port)
     directory = logs or Path(tempfile.mkdtemp(prefix="kvferry-up-"))
     with interruptible():
-        planned = programs(request, free_ports(ports_needed(request)), has_router=has_router)
+        ports = free_ports(ports_needed(request))
+        planned = programs(request, ports, has_router=has_router, registry_url=Settings().registry_url)
         _supervise(request, Supervisor(planned, directory), timeout_s)
 
 

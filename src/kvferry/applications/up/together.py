@@ -28,10 +28,12 @@ def _guard() -> None:
     """Starts a process, outside the group, that ends all of the group when we have ended, however we have."""
     leader = os.getpid()
     reading, writing = os.pipe()  # the command does not inherit it
-    if os.fork() != 0:
+    guard = os.fork()
+    # Out of the group before anybody can stop that: by whichever of the two comes first, as shells do it.
+    os.setpgid(guard, guard)  # in the guard itself the number is 0, which stands for its own
+    if guard != 0:
         os.close(reading)
         return
-    os.setsid()
     os.close(writing)
     os.read(reading, 1)
     with contextlib.suppress(ProcessLookupError):

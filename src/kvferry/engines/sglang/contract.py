@@ -20,7 +20,9 @@ from kvferry.engines.sglang.names import (
     DECODE_MANAGER,
     KV_CLASS,
     PREFILL_MANAGER,
+    SCHEDULER_ENDS,
     STATE_ARGS,
+    TERMINATED,
     TRANSFER_QUEUE,
     where,
 )
@@ -411,6 +413,40 @@ LAYERS = (
     ),
 )
 """What KVFERRY_LAYER_RANGES builds on, checked where that is set."""
+
+_MANAGERS = "sglang.srt.managers"
+
+ENDING = Contract(
+    "SGLang",
+    TRIED,
+    (
+        Signature(
+            where(TERMINATED), "self, signum=, frame=", "our hook on it says at the registry that the engine drains"
+        ),
+        Mentions(
+            f"{_MANAGERS}.tokenizer_manager:SignalHandler.__init__",
+            ("tokenizer_manager",),
+            "our hook finds the server by it",
+        ),
+        Mentions(
+            f"{_MANAGERS}.tokenizer_manager:TokenizerManager.init_disaggregation",
+            ("bootstrap_server",),
+            "our hook finds the registry by it",
+        ),
+        Signature(where(SCHEDULER_ENDS), "self", "our hook on it closes a rank's endpoints"),
+        Mentions(
+            f"{_MANAGERS}.scheduler:run_scheduler_process",
+            ("release_host_resources",),
+            "a scheduler that ends calls it",
+        ),
+        Mentions(
+            f"{_MANAGERS}.scheduler:Scheduler.init_disaggregation",
+            ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"),
+            "our hook finds the endpoints by them",
+        ),
+    ),
+)
+"""What `termination` builds on. A server without it serves, and its peers merely notice later that it has ended."""
 
 LOADING = (Contract("SGLang", TRIED, _LOADING),)
 SERVING = (

@@ -13,10 +13,10 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
-from kvferry.engines.contract import enforce
+from kvferry.engines.contract import enforce, holds
 from kvferry.engines.sglang import hooks, layer_steps, pools, termination
 from kvferry.engines.sglang.conditions import around_requests
-from kvferry.engines.sglang.contract import LOADING, SERVING
+from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
     BACKENDS,
@@ -179,6 +179,11 @@ def check_contract() -> None:
         EngineContractError: names all that has changed.
     """
     enforce(SERVING, engine_version())
+    holds(
+        ENDING,
+        engine_version(),
+        "Peers notice late that a server has ended: run kvferry drain before the SIGTERM (docs/drain.md)",
+    )
 
 
 def our_class(kind: Any) -> type:

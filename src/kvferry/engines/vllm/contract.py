@@ -23,6 +23,7 @@ from kvferry.engines.contract import (
     Signature,
     enforce,
     find,
+    holds,
 )
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
@@ -388,6 +389,33 @@ CPU_LINES: tuple[Line, ...] = (
 )
 """What holds besides where vLLM runs on a CPU."""
 
+_CORE = "vllm.v1.engine.core:EngineCoreProc"
+
+ENDING = Contract(
+    "vLLM",
+    ("0.31.0", "0.32.0"),
+    (
+        Fields("vllm.config.vllm:VllmConfig", ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
+        Mentions(
+            f"{_CORE}.run_engine_core",
+            ("signal_handler", "SIGTERM", "shutdown_timeout"),
+            "ours is called before its handler",
+        ),
+        Mentions(
+            f"{_CORE}._handle_shutdown",
+            ("shutdown_timeout", "has_work"),
+            "it takes no new requests, and ends what it has",
+        ),
+        Mentions(f"{_CORE}.has_work", ("has_requests",), "blocks that decode servers fetch are kept meanwhile"),
+        Mentions(
+            "vllm.v1.core.sched.interface:SchedulerInterface.has_requests",
+            ("has_finished_requests",),
+            "blocks that decode servers fetch are kept meanwhile",
+        ),
+    ),
+)
+"""What `termination` builds on. A server without it serves, and cannot be relied upon to drain on a SIGTERM."""
+
 
 def check() -> None:
     """Checks the vLLM that is installed. Warns if its version was not tried.
@@ -402,6 +430,11 @@ def check() -> None:
     except (MissingError, AttributeError):
         more = (Present("vllm.platforms:current_platform.is_cpu", "ours asks where it runs"),)
     enforce([replace(contract, lines=contract.lines + more) for contract in CONTRACTS], version())
+    holds(
+        ENDING,
+        version(),
+        "A server that is told to end may not drain: run kvferry drain before the SIGTERM, see docs/drain.md",
+    )
 
 
 def version() -> str:
