@@ -50,7 +50,6 @@ from kvferry.engines.vllm.shares import GroupRank, Place, check_turns, place_of
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.testing.network import LocalNetwork
 
-POOL_BYTES = 6 << 20
 WAIT_S = 30.0
 STEP_TOKENS = 300
 """How many tokens of a prompt are computed in a step."""
@@ -260,6 +259,8 @@ class Rank:
 class Engine:
     """A scheduler's block tables and the caches of its workers."""
 
+    pool_bytes = 24 << 20
+
     def __init__(self, network: LocalNetwork, model: Model, name: str, made: Deployment, *, sends: bool) -> None:
         """Starts it.
 
@@ -307,7 +308,7 @@ class Engine:
         context = config.compilation_config.static_forward_context
         context.update(modules)
         specs = {name: module.get_kv_cache_spec(config) for name, module in modules.items()}
-        self.kept = kept = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), POOL_BYTES)
+        self.kept = kept = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), self.pool_bytes)
         layout = KVCacheLayout[self.model.layout]
         caches = allocate_kv_cache(kept, torch.device("cpu"), layout)
         self.groups = groups_of(kept, config.parallel_config)

@@ -58,6 +58,8 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
 class WrittenEngine(Engine):
     """An engine in which every token is written where vLLM's kernels write it."""
 
+    pool_bytes = 6 << 20  # every byte of it is looked at, for every request
+
     def fill(self, request: Request, tokens: int) -> None:
         for rank in self.ranks:
             self.write(rank, rank.caches, request, tokens)
