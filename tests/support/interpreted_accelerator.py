@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, Stream
-from kvferry.staging.cuda import TensorStarts, launch_kernel
+from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.cuda import TensorStarts, launch_kernel, launch_runs
 from kvferry.staging.kernels import StartArray
+
+
+class _Over(StreamEvent):
+    def query(self) -> bool:
+        return True
 
 
 class InterpretedAccelerator(Accelerator, Stream):
@@ -23,6 +28,12 @@ class InterpretedAccelerator(Accelerator, Stream):
 
     def launch(self, copy: CopyLaunch) -> None:
         launch_kernel(copy)
+
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        launch_runs(copy)
+
+    def record(self) -> StreamEvent:
+        return _Over()
 
     def synchronize(self) -> None:
         pass

@@ -50,13 +50,14 @@ def fused(source: torch.Tensor, target: torch.Tensor, run: int, here: np.ndarray
             target.view(-1, run)[places] = source.view(-1, run)[runs]
 
         return copy
-    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+    from kvferry.staging.cuda import copy_between
+    from kvferry.staging.gpu import VECTOR_BYTES
 
     sources = torch.from_numpy(source.data_ptr() + here * run).to(source.device)
     targets = torch.from_numpy(target.data_ptr() + there * run).to(source.device)
 
     def launch() -> None:
-        copy_runs(sources, targets, run)
+        copy_between(sources, targets, run, alignment=VECTOR_BYTES)
         torch.cuda.synchronize()
 
     return launch

@@ -30,7 +30,9 @@ def _on_cpu(rounds: int) -> dict[str, list[float]]:
 
 def _on_gpu(rounds: int) -> dict[str, list[float]]:
     import torch
-    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+
+    from kvferry.staging.cuda import copy_between
+    from kvferry.staging.gpu import VECTOR_BYTES
 
     moved = 64 * MIB
     pool, staging = memory(4 * moved, "cuda"), memory(moved, "cuda")
@@ -49,7 +51,7 @@ def _on_gpu(rounds: int) -> dict[str, list[float]]:
                 torch.mm(large, large, out=product)
             before = time.perf_counter()
             with torch.cuda.stream(stream):
-                copy_runs(sources, targets, _RUN)
+                copy_between(sources, targets, _RUN, alignment=VECTOR_BYTES)
             stream.synchronize()
             if number >= 2:
                 taken[name].append(time.perf_counter() - before)

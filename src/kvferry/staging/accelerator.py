@@ -45,6 +45,35 @@ class CopyLaunch:
     is_gather: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RunsLaunch:
+    """One launch: runs of one length, each copied from one address to another, wherever the two are mapped.
+
+    Attributes:
+        addresses: where runs begin, on both sides; it may have more than these.
+        sources: the place of the first source among them; the others follow it.
+        destinations: likewise of the first destination.
+        count: how many runs there are; with none the launch copies nothing, but is compiled.
+        length: bytes of a run.
+        alignment: bytes that divide all addresses and the length, a power of two up to 16.
+    """
+
+    addresses: DeviceStarts
+    sources: int
+    destinations: int
+    count: int
+    length: int
+    alignment: int
+
+
+class StreamEvent(ABC):
+    """A place in a stream."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Returns whether all that was queued before it is done. From any thread that is bound."""
+
+
 class Stream(ABC):
     """Does what it is given in order, beside all other streams. For one thread."""
 
@@ -55,6 +84,14 @@ class Stream(ABC):
     @abstractmethod
     def launch(self, copy: CopyLaunch) -> None:
         """Queues a copy between pool and staging memory."""
+
+    @abstractmethod
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        """Queues a copy from addresses to addresses."""
+
+    @abstractmethod
+    def record(self) -> StreamEvent:
+        """Records an event behind all that was queued."""
 
     @abstractmethod
     def synchronize(self) -> None:

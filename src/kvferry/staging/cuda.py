@@ -7,10 +7,18 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from kvferry.errors import SettingsError
-from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, DeviceStarts, Stream
+from kvferry.errors import SettingsError, TransportError
+from kvferry.staging.accelerator import (
+    MOST_LOOPS,
+    Accelerator,
+    CopyLaunch,
+    DeviceStarts,
+    RunsLaunch,
+    Stream,
+    StreamEvent,
+)
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs
+from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_runs_to_runs
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -27,15 +35,22 @@ def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]
         num_loops: loops of a block, at most 4.
         gather: whether it copies from the pool to staging memory; otherwise back.
     """
+    return {"LOOPS": num_loops, "GATHER": gather, **constants_of_runs(alignment)}
+
+
+def constants_of_runs(alignment: int) -> dict[str, Any]:
+    """Returns the constants that depend on the alignment: all that one variant of `copy_runs_to_runs` has.
+
+    Args:
+        alignment: bytes that divide all addresses and lengths, a power of two up to 16.
+    """
     word = min(alignment, max(_WORDS))
     return {
-        "LOOPS": num_loops,
         "WORD": _WORDS[word],
         "WORDS_PER_VECTOR": alignment // word,
         "ALIGNMENT": alignment,
         "ROWS": ROWS,
         "COLUMNS": COLUMN_BYTES // word,
-        "GATHER": gather,
     }
 
 
@@ -79,6 +94,56 @@ def launch_kernel(copy: CopyLaunch) -> None:
     )
 
 
+def copy_between(
+    sources: torch.Tensor, destinations: torch.Tensor, length: int, *, alignment: int, count: int | None = None
+) -> None:
+    """Launches the kernel that copies runs from addresses to addresses, on torch's current stream.
+
+    Args:
+        sources: where runs begin, int64.
+        destinations: where they go.
+        length: bytes of each.
+        alignment: bytes that divide all addresses and the length, a power of two up to 16.
+        count: how many of them; None copies all.
+
+    Raises:
+        TransportError: if there are more runs than one launch copies.
+    """
+    num_runs = len(sources) if count is None else count
+    tiles_per_run = -(-length // COLUMN_BYTES)
+    programs = max(1, -(-num_runs // ROWS) * tiles_per_run)
+    if max(num_runs + ROWS, programs) > _MOST_PROGRAMS:
+        raise TransportError(
+            f"{num_runs} runs of {length} bytes are more than one launch copies: hand the request in by smaller chunks"
+        )
+    copy_runs_to_runs[(programs,)](
+        sources, destinations, num_runs, length // alignment, tiles_per_run, **constants_of_runs(alignment)
+    )
+
+
+def launch_runs(copy: RunsLaunch) -> None:
+    """Launches a copy from addresses to addresses on torch's current stream; raises as `copy_between`."""
+    assert isinstance(copy.addresses, TensorStarts)
+    addresses = copy.addresses.tensor
+    copy_between(
+        addresses[copy.sources :],
+        addresses[copy.destinations :],
+        copy.length,
+        alignment=copy.alignment,
+        count=copy.count,
+    )
+
+
+class CudaEvent(StreamEvent):
+    """An event of CUDA's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
 class CudaStream(Stream):
     """A stream of CUDA's, not ordered with the engine's."""
 
@@ -94,6 +159,14 @@ class CudaStream(Stream):
     def launch(self, copy: CopyLaunch) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             launch_kernel(copy)
+
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            launch_runs(copy)
+
+    def record(self) -> StreamEvent:
+        with torch.cuda.device(self._device):
+            return CudaEvent(self._stream)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -1,7 +1,8 @@
-"""The kernel that copies on a GPU, in Triton's language.
+"""The kernels that copy on a GPU, in Triton's language.
 
-One launch copies every run of every block. A program copies a tile: some runs by some words of each. Triton cannot
-follow postponed annotations of types here in every version, so this file does without.
+One launch copies every run of every block between a pool and staging memory, or every run from pages straight into
+pages. A program copies a tile: some runs by some words of each. Triton cannot follow postponed annotations of types
+here in every version, so this file does without.
 """
 
 import triton
@@ -98,3 +99,42 @@ def copy_runs(
         tl.store(staged_at, tl.load(pooled_at, mask=mask), mask=mask)
     else:
         tl.store(pooled_at, tl.load(staged_at, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["sources", "destinations", "num_runs", "run_vectors", "tiles_per_run"])
+def copy_runs_to_runs(
+    sources,
+    destinations,
+    num_runs: tl.int32,
+    run_vectors: tl.int64,
+    tiles_per_run: tl.int32,
+    WORD: tl.constexpr,  # noqa: N803
+    WORDS_PER_VECTOR: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """Copies runs from addresses to addresses: from pages straight into pages, wherever these are mapped.
+
+    Args:
+        sources: byte address of every run: int64 array of shape [runs].
+        destinations: likewise of where it goes.
+        num_runs: how many there are.
+        run_vectors: the length of each, in vectors.
+        tiles_per_run: programs that share a run.
+        WORD: the integer type to copy as.
+        WORDS_PER_VECTOR: words that lie together in every run, so that one instruction may copy them.
+        ALIGNMENT: bytes that divide all addresses and the length.
+        ROWS: runs of a tile.
+        COLUMNS: words of a tile.
+    """
+    tile = tl.program_id(0)
+    runs = tile // tiles_per_run * ROWS + tl.arange(0, ROWS)
+    words = (tile % tiles_per_run).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = runs < num_runs
+    source = tl.load(sources + runs, mask=exists, other=0).to(tl.pointer_type(WORD))
+    destination = tl.load(destinations + runs, mask=exists, other=0).to(tl.pointer_type(WORD))
+    source_at = tl.multiple_of(source, ALIGNMENT)[:, None] + words[None, :]
+    destination_at = tl.multiple_of(destination, ALIGNMENT)[:, None] + words[None, :]
+    mask = exists[:, None] & (words < run_vectors * WORDS_PER_VECTOR)[None, :]
+    tl.store(destination_at, tl.load(source_at, mask=mask), mask=mask)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import secrets
 import threading
 import weakref
@@ -9,15 +10,17 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from kvferry.errors import TransportError
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import PackedSide
 from kvferry.staging import Kernels, StagingMemory
-from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, Stream
+from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, RunsLaunch, Stream, StreamEvent
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.kernels import StartArray
 from kvferry.staging.resources import StagingResources
-from kvferry.testing.device.device import FakeDevice, FakeStream
+from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
+from kvferry.testing.device.device import DeviceEvent, FakeDevice, FakeStream, IllegalAddressError
 from kvferry.testing.device.ordering import ranges_of
 
 
@@ -83,8 +86,51 @@ class _AcceleratorStream(Stream):
             f"{name} of {copy.stop - copy.first} blocks", move, reads=reads[np.argsort(reads[:, 0])], writes=writes
         )
 
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        assert isinstance(copy.addresses, _Starts)
+        counts, addresses, mappings = self._device.counts, copy.addresses, self._device.mappings
+        if copy.alignment not in counts.compiled_runs:
+            counts.compiled_runs.add(copy.alignment)
+            if copy.count:
+                counts.compiled_runs_late.append(copy.alignment)
+        if not copy.count:
+            return
+        counts.launches += 1
+        which = [slice(first, first + copy.count) for first in (copy.sources, copy.destinations)]
+        assert not any(np.any(addresses.host[each] % copy.alignment) for each in which), "it is aligned less than said"
+        places, used = mappings.translated(addresses.host[which[1]], copy.length)
+        reads = [ranges_of(addresses.host[which[0]], copy.length)]
+        reads += [addresses.range(each.start, each.stop) for each in which]
+
+        def move() -> None:
+            sources, destinations = (addresses.on_device[each] for each in which)
+            there, _ = mappings.translated(destinations, copy.length)
+            for source, destination in zip(sources.tolist(), there.tolist(), strict=True):
+                ctypes.memmove(destination, source, copy.length)
+
+        together = np.concatenate(reads)
+        work = self._stream.launch(
+            f"copy of {copy.count} runs",
+            move,
+            reads=together[np.argsort(together[:, 0])],
+            writes=ranges_of(places, copy.length),
+        )
+        for mapping in used:
+            mapping.used_by.append(work)
+
+    def record(self) -> StreamEvent:
+        return _AcceleratorEvent(self._stream.record_event())
+
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+class _AcceleratorEvent(StreamEvent):
+    def __init__(self, event: DeviceEvent) -> None:
+        self._event = event
+
+    def query(self) -> bool:
+        return self._event.query()
 
 
 def _give_back(stream: FakeStream, everything: StartArray, kept: StartArray) -> None:  # noqa: ARG001
@@ -107,12 +153,34 @@ class FakeAccelerator(Accelerator):
         return _AcceleratorStream(self._device, self._device.stream(f"the stream of {name}"))
 
 
+class FakeSharing(Sharing):
+    """Shares memory with what else is on the device. What it is told of is an allocation of its own."""
+
+    def __init__(self, device: FakeDevice, host: str) -> None:
+        """Takes the device, and the name of the machine that it is in."""
+        self.host = host
+        self._mappings = device.mappings
+
+    def offer(self, regions: Sequence[Region]) -> tuple[SharedAllocation, ...]:
+        return tuple(SharedAllocation(each, self._mappings.share(each)) for each in regions)
+
+    def map(self, shared: SharedAllocation) -> int:
+        try:
+            return self._mappings.map(shared.handle)
+        except IllegalAddressError as error:
+            raise TransportError(str(error)) from error
+
+    def unmap(self, address: int) -> None:
+        self._mappings.unmap(address)
+
+
 class FakeResources(StagingResources):
     """The kernels for GPUs on a fake device, and memory that only looks as if it were the device's."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        """Takes the device."""
+    def __init__(self, device: FakeDevice, host: str = "this host") -> None:
+        """Takes the device, and the name of the machine that it is in."""
         self._device = device
+        self._host = host
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return GpuKernels(regions, FakeAccelerator(self._device))
@@ -127,6 +195,9 @@ class FakeResources(StagingResources):
 
     def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
         return ""
+
+    def mapped_copies(self, device: Device) -> MappedCopies:
+        return MappedCopies(FakeAccelerator(self._device), FakeSharing(self._device, self._host))
 
     def bind_thread(self, device: Device) -> None:
         self._device.counts.threads.add(threading.current_thread().name)
