@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, RunsLaunch, Stream, StreamEvent
-from kvferry.staging.cuda import TensorStarts, launch_kernel, launch_runs
+from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceArray, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.cuda import TensorArray, launch_kernel, launch_runs
 from kvferry.staging.kernels import StartArray
 
 
@@ -23,8 +25,8 @@ class InterpretedAccelerator(Accelerator, Stream):
     def stream(self) -> Stream:
         return self
 
-    def upload(self, starts: StartArray) -> DeviceStarts:
-        return TensorStarts(torch.from_numpy(starts.copy()))
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
+        return TensorArray(torch.from_numpy(numbers.copy()))
 
     def launch(self, copy: CopyLaunch) -> None:
         launch_kernel(copy)

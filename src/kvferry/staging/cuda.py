@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
 
 from kvferry.errors import SettingsError, TransportError
 from kvferry.staging.accelerator import (
     MOST_LOOPS,
     Accelerator,
     CopyLaunch,
-    DeviceStarts,
+    DeviceArray,
+    DeviceRows,
     RunsLaunch,
     Stream,
     StreamEvent,
 )
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_runs_to_runs
+from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_selected
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -39,7 +42,7 @@ def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]
 
 
 def constants_of_runs(alignment: int) -> dict[str, Any]:
-    """Returns the constants that depend on the alignment: all that one variant of `copy_runs_to_runs` has.
+    """Returns the constants that depend on the alignment: all that one variant of `copy_selected` has.
 
     Args:
         alignment: bytes that divide all addresses and lengths, a power of two up to 16.
@@ -54,8 +57,8 @@ def constants_of_runs(alignment: int) -> dict[str, Any]:
     }
 
 
-class TensorStarts(DeviceStarts):
-    """A tensor with the addresses."""
+class TensorArray(DeviceArray):
+    """A tensor with the numbers."""
 
     __slots__ = ("tensor",)
 
@@ -69,7 +72,7 @@ def launch_kernel(copy: CopyLaunch) -> None:
     Raises:
         SettingsError: if there are more runs than one launch copies, naming the setting to lower.
     """
-    assert isinstance(copy.starts, TensorStarts)
+    assert isinstance(copy.starts, TensorArray)
     num_runs = copy.stop - copy.first
     for count, _ in copy.loops:
         num_runs *= count
@@ -94,44 +97,34 @@ def launch_kernel(copy: CopyLaunch) -> None:
     )
 
 
-def copy_between(
-    sources: torch.Tensor, destinations: torch.Tensor, length: int, *, alignment: int, count: int | None = None
-) -> None:
-    """Launches the kernel that copies runs from addresses to addresses, on torch's current stream.
-
-    Args:
-        sources: where runs begin, int64.
-        destinations: where they go.
-        length: bytes of each.
-        alignment: bytes that divide all addresses and the length, a power of two up to 16.
-        count: how many of them; None copies all.
+def launch_runs(copy: RunsLaunch) -> None:
+    """Launches the kernel that copies runs from rows to rows, on torch's current stream.
 
     Raises:
         TransportError: if there are more runs than one launch copies.
     """
-    num_runs = len(sources) if count is None else count
-    tiles_per_run = -(-length // COLUMN_BYTES)
-    programs = max(1, -(-num_runs // ROWS) * tiles_per_run)
-    if max(num_runs + ROWS, programs) > _MOST_PROGRAMS:
+    tiles_per_run = -(-copy.length // COLUMN_BYTES)
+    programs = max(1, -(-copy.count // ROWS) * tiles_per_run)
+    if max(copy.count + ROWS, programs) > _MOST_PROGRAMS:
         raise TransportError(
-            f"{num_runs} runs of {length} bytes are more than one launch copies: hand the request in by smaller chunks"
+            f"{copy.count} runs of {copy.length} bytes are more than one launch copies: hand the request in by smaller "
+            "chunks"
         )
-    copy_runs_to_runs[(programs,)](
-        sources, destinations, num_runs, length // alignment, tiles_per_run, **constants_of_runs(alignment)
+    copy_selected[(programs,)](
+        *_side(copy.source, copy.numbers, copy.sources),
+        *_side(copy.destination, copy.numbers, copy.destinations),
+        copy.count,
+        copy.length // copy.alignment,
+        tiles_per_run,
+        **constants_of_runs(copy.alignment),
     )
 
 
-def launch_runs(copy: RunsLaunch) -> None:
-    """Launches a copy from addresses to addresses on torch's current stream; raises as `copy_between`."""
-    assert isinstance(copy.addresses, TensorStarts)
-    addresses = copy.addresses.tensor
-    copy_between(
-        addresses[copy.sources :],
-        addresses[copy.destinations :],
-        copy.length,
-        alignment=copy.alignment,
-        count=copy.count,
-    )
+def _side(rows: DeviceRows, numbers: DeviceArray, first: int) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+    """Returns what the kernel needs of one side: rows, how many, how often that can be halved, and runs' numbers."""
+    assert isinstance(rows.table, TensorArray)
+    assert isinstance(numbers, TensorArray)
+    return rows.table.tensor, rows.count, rows.count.bit_length(), numbers.tensor[first:]
 
 
 class CudaEvent(StreamEvent):
@@ -151,10 +144,10 @@ class CudaStream(Stream):
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
-    def upload(self, starts: StartArray) -> DeviceStarts:
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Pageable: copied before the call returns, so that no pinned memory need be kept.
-            return TensorStarts(torch.from_numpy(starts).to(self._device, non_blocking=True))
+            return TensorArray(torch.from_numpy(numbers).to(self._device, non_blocking=True))
 
     def launch(self, copy: CopyLaunch) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):

@@ -1,9 +1,10 @@
 """A transport between GPUs of one host: peers' pools are mapped, and a kernel copies from pages straight into pages.
 
 It keeps the contract of `transport/base.py`, so that the endpoints' direct writes run over it as they are. There is no
-wire in it: notifications, and what tells who is connected, are those of another transport that it is put around. What a
-write selects is uploaded at once and copied by one launch, or by one for each length that descriptors have. The write
-has ended when the event behind them has come, and only then the peer is notified.
+wire in it: notifications, and what tells who is connected, are those of another transport that it is put around. A
+prepared list is in the GPU's memory, a peer's with the addresses at which it is mapped. The numbers that a write
+selects are uploaded at once, and the kernel finds the addresses: one launch, or one for each length that descriptors
+have. The write has ended when the event behind them has come, and only then the peer is notified.
 
 Launching needs no event of the engine's: a chunk is handed in ready, or its event has come, before a write begins.
 
@@ -28,9 +29,9 @@ from numpy.typing import NDArray
 
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError, quoted
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.descriptors import RowArray
+from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, ShortText
-from kvferry.staging.accelerator import DeviceStarts, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.accelerator import DeviceRows, RunsLaunch, Stream, StreamEvent
 from kvferry.staging.gpu import VECTOR_BYTES
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
@@ -45,7 +46,8 @@ from kvferry.transport import (
     TransferReport,
     Transport,
 )
-from kvferry.transport.base import MOST_REGIONS
+from kvferry.transport.base import MOST_REGIONS, check_lists, peer_written_to
+from kvferry.transport.copies import DIFFERENT_LENGTHS, check_selection
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,29 @@ class MappedConnection(Connection):
     is_hung_up: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _List:
+    """A prepared list.
+
+    Attributes:
+        rows: its rows in the GPU's memory, as they are mapped.
+        firsts: the number of each row's first descriptor.
+        lengths: of each row's descriptors, in bytes.
+        length: of all of them; None if they differ.
+        alignment: bytes that divide all addresses and lengths.
+    """
+
+    rows: DeviceRows
+    firsts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    length: int | None
+    alignment: int
+
+    def lengths_of(self, numbers: DescriptorIndices) -> NDArray[np.int64]:
+        """Returns the length of every descriptor that is selected."""
+        return self.lengths[np.searchsorted(self.firsts, numbers, side="right") - 1]
+
+
 class _MappedWrite(TransferHandle):
     """A write.
 
@@ -130,7 +155,7 @@ class _MappedWrite(TransferHandle):
         descriptors: in how many runs.
         notification: what the peer receives when it has ended.
         stream: where its kernels run.
-        addresses: what they read runs' addresses from, kept until they have ended.
+        keeps: what they read beside the runs, kept until they have ended.
         event: behind its kernels; None if it could not be recorded.
         post_s: what launching took.
         problem: why it is not complete, once it is known.
@@ -138,14 +163,14 @@ class _MappedWrite(TransferHandle):
         report: the report of a complete one.
     """
 
-    def __init__(self, connection: MappedConnection, copies: Copies, notification: bytes, stream: Stream) -> None:
+    def __init__(self, connection: MappedConnection, descriptors: int, notification: bytes, stream: Stream) -> None:
         self.connection = connection
-        self.total_bytes = copies.total_bytes
-        self.descriptors = len(copies)
+        self.total_bytes = 0
+        self.descriptors = descriptors
         self.notification = notification
         self.stream = stream
         self.posted_at = time.perf_counter()
-        self.addresses: DeviceStarts | None = None
+        self.keeps: tuple[object, ...] = ()
         self.event: StreamEvent | None = None
         self.post_s = 0.0
         self.problem: TransportError | None = None
@@ -164,7 +189,6 @@ class MappedTransport(RangeTransport[MappedConnection]):
     name = "mapped"
     promises = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False)
     may_deliver_late = False
-    merges = False
     memory_kinds: ClassVar[frozenset[MemoryKind]] = frozenset(MemoryKind)
 
     def __init__(self, notifies: Transport, resources: StagingResources, *, offers: bool) -> None:
@@ -235,34 +259,90 @@ class MappedTransport(RangeTransport[MappedConnection]):
             connection.mappings.close()
 
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
-        prepared = super().prepare(rows, peer)
-        # Those that a write selects may happen to be better aligned than all that there are.
-        strides = np.where(rows[:, 4] > 1, rows[:, 3], np.uint64(0))
-        alignment = _alignment(*(each.view(np.int64) for each in (rows[:, 0].copy(), rows[:, 1].copy(), strides)))
-        while alignment <= VECTOR_BYTES:
-            self._compile(alignment)
-            alignment *= 2
+        checked = super().prepare(rows, peer)
+        try:
+            made = self._on_device(rows, None if peer is None else self.connection(peer).mappings)
+        except BaseException:
+            self.release_list(checked)
+            raise
+        prepared = PreparedList(peer, made, checked.rows, checked.count)
+        with self._lock:
+            lists = self._lists.setdefault(peer, set())
+            lists.discard(checked)
+            lists.add(prepared)
         return prepared
 
-    def _compile(self, alignment: int) -> None:
-        if alignment not in self._compiled:
+    def _on_device(self, rows: RowArray, mappings: Mappings | None) -> _List:
+        """Uploads rows, and compiles the kernel that they need, so that no write waits for that.
+
+        Raises:
+            TransportError: if the device refuses.
+        """
+        starts, lengths, _, strides, counts = (column.copy().view(np.int64) for column in rows.T)
+        if mappings is not None:
+            starts = mappings.here(starts)
+        strides[counts == 1] = 0
+        alignment = _alignment(starts, lengths, strides)
+        firsts = np.cumsum(counts) - counts
+        try:
             stream = self._stream()
-            addresses = stream.upload(np.zeros(1, np.int64))
-            stream.launch_runs(RunsLaunch(addresses, 0, 0, 0, alignment, alignment))
-            stream.synchronize()
-            self._compiled.add(alignment)
+            made = DeviceRows(stream.upload(np.concatenate([firsts, starts, strides])), len(rows))
+            if alignment not in self._compiled:
+                numbers = stream.upload(np.zeros(1, np.int32))
+                stream.launch_runs(RunsLaunch(made, made, numbers, 0, 0, 0, alignment, alignment))
+                self._compiled.add(alignment)
+            stream.synchronize()  # other threads' streams read it
+        except Exception as error:
+            raise TransportError(f"{len(rows)} descriptor rows could not be prepared on the GPU: {error}") from error
+        length = int(lengths[0]) if lengths.min() == lengths.max() else None
+        return _List(made, firsts, lengths, length, alignment)
 
     # ---- writes
 
+    def post(
+        self,
+        local: PreparedList,
+        local_indices: DescriptorIndices,
+        remote: PreparedList,
+        remote_indices: DescriptorIndices,
+        notification: bytes,
+    ) -> TransferHandle:
+        connection = self.connection(peer_written_to(local, remote))
+        with self._lock:
+            check_lists(local, remote, self._lists)
+        check_selection(local, local_indices, remote, remote_indices)
+        return self._started(connection, local.handle, local_indices, remote.handle, remote_indices, notification)
+
     def start(self, connection: MappedConnection, copies: Copies, notification: bytes) -> TransferHandle:
-        write = _MappedWrite(connection, copies, notification, self._stream())
+        """Starts a write that no list is prepared for."""
+        nowhere, once = np.zeros_like(copies.lengths), np.ones_like(copies.lengths)
+        here, there = (
+            self._on_device(np.stack([starts, copies.lengths, nowhere, nowhere, once], axis=1), mappings)
+            for starts, mappings in ((copies.sources, None), (copies.destinations, connection.mappings))
+        )
+        numbers = np.arange(len(copies), dtype=np.int32)
+        return self._started(connection, here, numbers, there, numbers, notification)
+
+    def _started(
+        self,
+        connection: MappedConnection,
+        here: _List,
+        sources: DescriptorIndices,
+        there: _List,
+        destinations: DescriptorIndices,
+        notification: bytes,
+    ) -> TransferHandle:
+        write = _MappedWrite(connection, len(sources), notification, self._stream())
         with self._lock:
             if connection.is_hung_up:
                 raise PeerDisconnectedError(f"{connection.peer.name!r} was disconnected")
             connection.in_flight += 1
         try:
-            launches = self._uploaded(write, copies)
+            launches = self._uploaded(write, here, sources, there, destinations)
             write.stream.launch_runs(next(launches))
+        except TransportError:
+            self._ended(write)
+            raise
         except Exception as error:
             self._ended(write)
             raise TransportError(f"copying to {connection.peer.name} could not be launched: {error}") from error
@@ -277,20 +357,35 @@ class MappedTransport(RangeTransport[MappedConnection]):
         write.post_s = time.perf_counter() - write.posted_at
         return write
 
-    def _uploaded(self, write: _MappedWrite, copies: Copies) -> Iterator[RunsLaunch]:
-        """Uploads where all runs begin and go. Yields what is launched, for each length that there is."""
-        lengths = copies.lengths.view(np.int64)
-        sources = copies.sources.view(np.int64)
-        destinations = write.connection.mappings.here(copies.destinations.view(np.int64))
-        if lengths.min() != lengths.max():
+    def _uploaded(
+        self,
+        write: _MappedWrite,
+        here: _List,
+        sources: DescriptorIndices,
+        there: _List,
+        destinations: DescriptorIndices,
+    ) -> Iterator[RunsLaunch]:
+        """Uploads which descriptors are selected. Yields what is launched, for each length that they have.
+
+        Raises:
+            TransportError: if those of the two sides differ in length. Nothing is uploaded then.
+        """
+        count, alignment = len(sources), min(here.alignment, there.alignment)
+        if here.length is not None and here.length == there.length:
+            groups = [(0, count, here.length)]
+        else:
+            lengths = here.lengths_of(sources)
+            if not np.array_equal(lengths, there.lengths_of(destinations)):
+                raise TransportError(DIFFERENT_LENGTHS)
             order = np.argsort(lengths, kind="stable")
             lengths, sources, destinations = lengths[order], sources[order], destinations[order]
-        write.addresses = write.stream.upload(np.concatenate([sources, destinations]))
-        firsts = np.concatenate([[0], np.flatnonzero(lengths[1:] != lengths[:-1]) + 1, [len(lengths)]]).tolist()
-        for first, stop in pairwise(firsts):
-            length, which = int(lengths[first]), slice(first, stop)
-            alignment = _alignment(sources[which], destinations[which], lengths[first : first + 1])
-            yield RunsLaunch(write.addresses, first, len(lengths) + first, stop - first, length, alignment)
+            firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist(), count]
+            groups = [(first, stop, int(lengths[first])) for first, stop in pairwise(firsts)]
+        numbers = write.stream.upload(np.concatenate([sources, destinations]))
+        write.keeps = numbers, here, there
+        write.total_bytes = sum((stop - first) * length for first, stop, length in groups)
+        for first, stop, length in groups:
+            yield RunsLaunch(here.rows, there.rows, numbers, first, count + first, stop - first, length, alignment)
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _MappedWrite)
@@ -310,7 +405,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
     def _ended(self, write: _MappedWrite) -> None:
         """Takes note that no kernel of a write runs any more, or ever will."""
         write.has_ended = True
-        write.addresses = None
+        write.keeps = ()
         connection = write.connection
         with self._lock:
             connection.in_flight -= 1

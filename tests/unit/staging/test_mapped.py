@@ -30,7 +30,7 @@ from kvferry.staging.resources import MachineResources
 from kvferry.staging.sharing import CudaSharing, SharedAllocation
 from kvferry.testing.device import FakeDevice, FakeResources, FakeSharing, IllegalAddressError, UnorderedAccessError
 from kvferry.testing.device.device import Work
-from kvferry.transport import PeerMetadata, TransferHandle
+from kvferry.transport import PeerMetadata, PreparedList, TransferHandle
 
 BYTES = 4096
 MIB = 1 << 20
@@ -67,14 +67,19 @@ class Two:
         made.register([Region(memory.ctypes.data, BYTES)], GPU)
         return made
 
-    def post(self, *lengths: int, notification: bytes = b"written") -> TransferHandle:
-        """Posts descriptors of some lengths, each 1 KiB from the next."""
-        lists = []
+    def lists(self, *lengths: int) -> list[PreparedList]:
+        """Lists of descriptors of some lengths, each 1 KiB from the next."""
+        made = []
         for memory, peer in zip(self.memory[:2], (None, self.peer), strict=True):
             rows = [(memory.ctypes.data + 1024 * row, length, 0, length, 1) for row, length in enumerate(lengths)]
-            lists.append(self.here.prepare(np.array(rows, np.uint64), peer))
-        numbers = np.arange(len(lengths), dtype=np.int32)
-        transfer: TransferHandle = self.here.post(lists[0], numbers, lists[1], numbers, notification)
+            made.append(self.here.prepare(np.array(rows, np.uint64), peer))
+        return made
+
+    def post(self, *lengths: int, lists: list[PreparedList] | None = None) -> TransferHandle:
+        """Posts all of such lists."""
+        local, remote = lists or self.lists(*lengths)
+        numbers = np.arange(local.count, dtype=np.int32)
+        transfer: TransferHandle = self.here.post(local, numbers, remote, numbers, b"written")
         return transfer
 
     def finish(self, transfer: TransferHandle) -> Any:
@@ -104,10 +109,9 @@ def test_the_peer_is_notified_once_the_kernel_was_seen_to_end_and_finds_every_by
 
 @pytest.mark.parametrize(("lengths", "launches"), [((64, 64, 64), 1), ((64, 100, 64), 2), ((7, 64, 100, 7), 3)])
 def test_a_write_is_one_upload_and_a_launch_for_each_length(two: Two, lengths: tuple[int, ...], launches: int):
-    two.finish(two.post(*lengths))  # compiles
-    counts = two.device.counts
+    lists, counts = two.lists(*lengths), two.device.counts
     before = counts.uploads, counts.launches, counts.synchronizations
-    two.finish(two.post(*lengths))
+    two.finish(two.post(lists=lists))
     assert (counts.uploads, counts.launches, counts.synchronizations) == (
         before[0] + 1, before[1] + launches, before[2],
     )  # fmt: skip
@@ -159,23 +163,34 @@ def test_a_launch_that_fails_leaves_nothing_in_flight(two: Two, monkeypatch: pyt
     def fail(*_: object) -> None:
         raise RuntimeError("no memory left")
 
-    two.post(64, 100)
+    lists = two.lists(64, 100)
     with monkeypatch.context() as patched:
         patched.setattr(type(stream), "upload", fail)
         with pytest.raises(TransportError, match="could not be launched: no memory left"):
-            two.post(64, 100)
+            two.post(lists=lists)
+        with pytest.raises(TransportError, match="1 descriptor rows could not be prepared on the GPU: no memory left"):
+            two.lists(64)
+    two.here.disconnect(two.peer)
+    assert two.device.mappings.count == 0, "the write counts as one in flight"
+
+
+def test_one_of_which_a_part_was_launched_fails_when_that_has_ended(two: Two, monkeypatch: pytest.MonkeyPatch):
+    stream, lists = two.here._stream(), two.lists(64, 100)
     launched = []
     launch = type(stream).launch_runs
 
     def fail_later(self: Any, copy: Any) -> None:
         launched.append(copy)
         if len(launched) > 1:
-            fail()
+            raise RuntimeError("no memory left")
         launch(self, copy)
 
     with monkeypatch.context() as patched:
         patched.setattr(type(stream), "launch_runs", fail_later)
-        transfer = two.post(64, 100)
+        transfer = two.post(lists=lists)
+    two.device.is_held = True
+    assert two.here.poll(transfer) is None
+    two.device.is_held = False
     with pytest.raises(TransportError, match=r"not all of a write .* was launched: no memory left"):
         two.finish(transfer)
     assert not two.there.take_notifications()

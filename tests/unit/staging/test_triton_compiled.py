@@ -20,7 +20,9 @@ def loads_and_stores(name: str, constants: dict[str, Any], capability: int) -> l
 
     kernel = getattr(triton_kernels, name)
     signature = {
-        parameter.name: "constexpr" if parameter.is_constexpr else parameter.annotation_type or "*i64"
+        parameter.name: "constexpr"
+        if parameter.is_constexpr
+        else parameter.annotation_type or ("*i32" if parameter.name.endswith("numbers") else "*i64")
         for parameter in kernel.params
     }
     source = ASTSource(kernel, signature, constexprs=constants)
@@ -39,7 +41,7 @@ def instructions_between(alignment: int, capability: int) -> list[str]:
     pytest.importorskip("triton", reason="Triton has no wheels for this platform")
     from kvferry.staging.cuda import constants_of_runs
 
-    return loads_and_stores("copy_runs_to_runs", constants_of_runs(alignment), capability)
+    return loads_and_stores("copy_selected", constants_of_runs(alignment), capability)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)

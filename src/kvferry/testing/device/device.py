@@ -96,7 +96,7 @@ class FakeDevice:
         # Guards all of it: work is queued, and done, by whichever thread comes along.
         self._lock = threading.RLock()
         self._ordering = Ordering()
-        self.mappings = Mappings(self)
+        self.mappings = Mappings(self, self._lock)
         self._queued: list[Work] = []
         self._streams = 0
         self._writes = 0
@@ -247,10 +247,15 @@ class IllegalAddressError(RuntimeError):
 class Mappings:
     """Memory that processes share, mapped at addresses that only the device knows: the host would fault there."""
 
-    def __init__(self, device: FakeDevice) -> None:
-        """Begins with nothing shared."""
+    def __init__(self, device: FakeDevice, lock: threading.RLock) -> None:
+        """Begins with nothing shared.
+
+        Args:
+            device: whose kernels use the mappings.
+            lock: the device's, since its work looks here.
+        """
         self._device = device
-        self._lock = threading.Lock()  # guards all of it: every process's threads come here
+        self._lock = lock
         self._shared: dict[bytes, Region] = {}
         self._mapped: dict[int, list[Mapping]] = {}  # by address, as often as it is mapped
         self._next = 1 << 60

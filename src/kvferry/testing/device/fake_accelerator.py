@@ -7,14 +7,24 @@ import secrets
 import threading
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import PackedSide
 from kvferry.staging import Kernels, StagingMemory
-from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.accelerator import (
+    Accelerator,
+    CopyLaunch,
+    DeviceArray,
+    DeviceRows,
+    RunsLaunch,
+    Stream,
+    StreamEvent,
+)
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.kernels import StartArray
@@ -24,14 +34,14 @@ from kvferry.testing.device.device import DeviceEvent, FakeDevice, FakeStream, I
 from kvferry.testing.device.ordering import ranges_of
 
 
-class _Starts(DeviceStarts):
-    def __init__(self, starts: StartArray) -> None:
-        self.host = starts.copy()
-        self.on_device: StartArray = np.full_like(starts, -1)  # no address, until the upload is done
+class _Numbers(DeviceArray):
+    def __init__(self, numbers: StartArray | NDArray[np.int32]) -> None:
+        self.host: NDArray[Any] = numbers.copy()
+        self.on_device: NDArray[Any] = np.full_like(numbers, -1)  # no address, until the upload is done
 
     def range(self, first: int, stop: int) -> StartArray:
-        address = self.on_device.ctypes.data
-        return ranges_of(np.array([address + 8 * first], np.int64), 8 * (stop - first))
+        address, size = self.on_device.ctypes.data, self.on_device.itemsize
+        return ranges_of(np.array([address + size * first], np.int64), size * (stop - first))
 
 
 class _AcceleratorStream(Stream):
@@ -39,22 +49,22 @@ class _AcceleratorStream(Stream):
         self._device = device
         self._stream = stream
 
-    def upload(self, starts: StartArray) -> DeviceStarts:
-        found = _Starts(starts)
-        everything = found.range(0, len(starts))
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
+        found = _Numbers(numbers)
+        everything = found.range(0, len(numbers))
         on_device, host = found.on_device, found.host
 
         def copy() -> None:
             on_device[:] = host
 
         self._device.counts.uploads += 1
-        self._stream.launch(f"upload of where {len(starts)} blocks begin", copy, writes=everything)
+        self._stream.launch(f"upload of {len(numbers)} numbers", copy, writes=everything)
         # The array itself is kept, so that its address is nobody else's.
         weakref.finalize(found, _give_back, self._stream, everything, on_device).atexit = False
         return found
 
     def launch(self, copy: CopyLaunch) -> None:
-        assert isinstance(copy.starts, _Starts)
+        assert isinstance(copy.starts, _Numbers)
         counts, variant = self._device.counts, (copy.alignment, len(copy.loops), copy.is_gather)
         which = slice(copy.first, copy.stop)
         if variant not in counts.compiled:
@@ -87,8 +97,8 @@ class _AcceleratorStream(Stream):
         )
 
     def launch_runs(self, copy: RunsLaunch) -> None:
-        assert isinstance(copy.addresses, _Starts)
-        counts, addresses, mappings = self._device.counts, copy.addresses, self._device.mappings
+        numbers, counts, mappings = copy.numbers, self._device.counts, self._device.mappings
+        assert isinstance(numbers, _Numbers)
         if copy.alignment not in counts.compiled_runs:
             counts.compiled_runs.add(copy.alignment)
             if copy.count:
@@ -96,16 +106,23 @@ class _AcceleratorStream(Stream):
         if not copy.count:
             return
         counts.launches += 1
-        which = [slice(first, first + copy.count) for first in (copy.sources, copy.destinations)]
-        assert not any(np.any(addresses.host[each] % copy.alignment) for each in which), "it is aligned less than said"
-        places, used = mappings.translated(addresses.host[which[1]], copy.length)
-        reads = [ranges_of(addresses.host[which[0]], copy.length)]
-        reads += [addresses.range(each.start, each.stop) for each in which]
+        sides = [
+            (rows, slice(first, first + copy.count))
+            for rows, first in ((copy.source, copy.sources), (copy.destination, copy.destinations))
+        ]
+        sources, destinations = (_addresses(rows, numbers.host[which]) for rows, which in sides)
+        bits = np.bitwise_or.reduce(np.concatenate([sources, destinations, [copy.length]]))
+        assert bits % copy.alignment == 0, f"it is no multiple of {copy.alignment}"
+        places, used = mappings.translated(destinations, copy.length)
+        reads = [ranges_of(sources, copy.length)]
+        for rows, which in sides:
+            assert isinstance(rows.table, _Numbers)
+            reads += [rows.table.range(0, 3 * rows.count), numbers.range(which.start, which.stop)]
 
         def move() -> None:
-            sources, destinations = (addresses.on_device[each] for each in which)
-            there, _ = mappings.translated(destinations, copy.length)
-            for source, destination in zip(sources.tolist(), there.tolist(), strict=True):
+            here, there = (_addresses(rows, numbers.on_device[which], is_on_device=True) for rows, which in sides)
+            there, _ = mappings.translated(there, copy.length)
+            for source, destination in zip(here.tolist(), there.tolist(), strict=True):
                 ctypes.memmove(destination, source, copy.length)
 
         together = np.concatenate(reads)
@@ -125,6 +142,16 @@ class _AcceleratorStream(Stream):
         self._stream.synchronize()
 
 
+def _addresses(rows: DeviceRows, numbers: NDArray[Any], *, is_on_device: bool = False) -> StartArray:
+    """Returns where runs begin, as the kernel finds it."""
+    assert isinstance(rows.table, _Numbers)
+    table = rows.table.on_device if is_on_device else rows.table.host
+    firsts, starts, strides = table.reshape(3, rows.count)
+    row = np.searchsorted(firsts, numbers, side="right") - 1
+    found: StartArray = starts[row] + (numbers - firsts[row]) * strides[row]
+    return found
+
+
 class _AcceleratorEvent(StreamEvent):
     def __init__(self, event: DeviceEvent) -> None:
         self._event = event
@@ -134,7 +161,7 @@ class _AcceleratorEvent(StreamEvent):
 
 
 def _give_back(stream: FakeStream, everything: StartArray, kept: StartArray) -> None:  # noqa: ARG001
-    stream.given_back("giving back where blocks begin", everything)
+    stream.given_back("giving back what was uploaded", everything)
 
 
 class FakeAccelerator(Accelerator):
