@@ -143,7 +143,7 @@ class CudaDriver:
                 _IpcMemHandle.from_buffer_copy(handle),
                 ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
             )
-            self._retain(index)  # as long as it is mapped, as with memory of our own
+            self._retain(index)  # for a mapping too
         return address.value
 
     def unmap(self, address: int, index: int) -> None:

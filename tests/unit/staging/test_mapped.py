@@ -5,6 +5,7 @@ That it keeps the contract is in tests/contract, and that all of it is ordered i
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -119,6 +120,14 @@ def test_a_write_is_one_upload_and_a_launch_for_each_length(two: Two, lengths: t
     for row, length in enumerate(lengths):
         at = slice(1024 * row, 1024 * row + length)
         np.testing.assert_array_equal(two.memory[1][at], two.memory[0][at])
+
+
+def test_lists_that_one_thread_has_prepared_another_may_use(two: Two):
+    lists = two.lists(64, 100)
+    with ThreadPoolExecutor(1) as other:
+        transfer = other.submit(two.post, lists=lists).result()
+    two.finish(transfer)
+    two.device.verify()
 
 
 def test_a_peer_that_is_disconnected_stays_mapped_until_its_kernels_have_ended(two: Two):
