@@ -5,6 +5,7 @@ That it keeps the contract is in tests/contract, and that all of it is ordered i
 
 from __future__ import annotations
 
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, new_engine_name
 from tests.support.fake_driver import MAPPED_AT, FakeDriverLibrary
 from tests.support.on_device import GPU, SETTINGS, FakePlatform, OnDevice
+from tests.support.transports import arrivals
 
 from kvferry import DecodeEndpoint, InProcessNetwork, InProcessTransport, PrefillEndpoint, RankCoordinates, Settings
 from kvferry.errors import (
@@ -31,7 +33,7 @@ from kvferry.staging.resources import MachineResources
 from kvferry.staging.sharing import CudaSharing, SharedAllocation
 from kvferry.testing.device import FakeDevice, FakeResources, FakeSharing, IllegalAddressError, UnorderedAccessError
 from kvferry.testing.device.device import Work
-from kvferry.transport import PeerMetadata, PreparedList, TransferHandle
+from kvferry.transport import NixlTransport, PeerMetadata, PreparedList, TransferHandle
 
 BYTES = 4096
 MIB = 1 << 20
@@ -218,6 +220,31 @@ def test_what_the_device_raises_is_no_end_of_a_write(two: Two, monkeypatch: pyte
             two.here.poll(transfer)
     two.here.disconnect(two.peer)
     assert two.device.mappings.count == 1
+
+
+@pytest.mark.full
+def test_nixl_notifies_although_no_memory_is_registered_with_it(two: Two):
+    """As endpoints have both: the side that writes goes without NIXL's progress thread."""
+    try:
+        NixlTransport.check_available()
+    except TransportUnavailableError as error:
+        pytest.skip(str(error))
+    two.here, two.there = (
+        MappedTransport(
+            NixlTransport.from_settings(Settings(path="mapped"), f"{name}-{uuid.uuid4().hex[:8]}", writes=not offers),
+            FakeResources(two.device),
+            offers=offers,
+        )
+        for name, offers in (("here", False), ("there", True))
+    )
+    for transport, memory in zip((two.here, two.there), two.memory, strict=False):
+        transport.register([Region(memory.ctypes.data, BYTES)], GPU)
+    two.peer = two.here.connect(two.there.metadata())
+    two.finish(two.post(64, 100))
+    assert arrivals(two.there, 1, sender=two.here) == [(two.here.endpoint_name, b"written")]
+    two.here.close()
+    two.there.close()
+    two.device.verify()
 
 
 # ---- the device without hardware
