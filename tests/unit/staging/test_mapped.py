@@ -15,10 +15,19 @@ import pytest
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, new_engine_name
 from tests.support.fake_driver import MAPPED_AT, FakeDriverLibrary
-from tests.support.on_device import GPU, SETTINGS, FakePlatform, OnDevice
+from tests.support.on_device import GPU, SETTINGS, FakePlatform, OnDevice, bytes_of
 from tests.support.transports import arrivals
+from tests.support.waiting import eventually
 
-from kvferry import DecodeEndpoint, InProcessNetwork, InProcessTransport, PrefillEndpoint, RankCoordinates, Settings
+from kvferry import (
+    DecodeEndpoint,
+    InProcessNetwork,
+    InProcessTransport,
+    PrefillEndpoint,
+    RankCoordinates,
+    Settings,
+    TransferState,
+)
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,
@@ -40,12 +49,12 @@ MIB = 1 << 20
 
 
 class HeldDevice(FakeDevice):
-    """A device on which nothing is seen to end while it is held."""
+    """A device on which no copy into mapped memory is seen to end while it is held."""
 
     is_held = False
 
     def look(self, work: Work) -> bool:
-        return not self.is_held and super().look(work)
+        return not (self.is_held and work.operation.name.startswith("copy")) and super().look(work)
 
 
 @dataclass(slots=True)
@@ -220,6 +229,24 @@ def test_what_the_device_raises_is_no_end_of_a_write(two: Two, monkeypatch: pyte
             two.here.poll(transfer)
     two.here.disconnect(two.peer)
     assert two.device.mappings.count == 1
+
+
+def test_an_aborted_rooms_pages_are_held_on_both_sides_until_its_kernel_has_ended(kvferry_registry_url: str):
+    device = HeldDevice(4)
+    device.is_held = True
+    with OnDevice(kvferry_registry_url, device, path="mapped") as ranks:
+        request = ranks.begin(1, tokens=24)
+        eventually("a copy is on its way", lambda: any(name.startswith("copy") for _, name in list(device.log)))
+        request.receiver.abort("nobody wants it any more")
+        for side in (request.receiver, request.sender):
+            eventually("both sides know", lambda side=side: side.state is TransferState.FAILED)
+        assert not request.receiver.pages_reusable
+        assert not request.sender.pages_reusable
+        device.is_held = False
+        eventually("the pages are this side's", lambda: request.receiver.pages_reusable)
+        ranks.engine_of_decode.launch("another prompt", writes=bytes_of(ranks.target, request.target))
+        ranks.overwrite(request)
+    device.verify()
 
 
 @pytest.mark.full
