@@ -214,9 +214,11 @@ class Settings(BaseSettings):
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
     )
-    path: Literal["auto", "direct", "staged"] = Field(
+    path: Literal["auto", "direct", "staged", "mapped"] = Field(
         "auto",
-        description="Which way bytes go: straight from pages to pages, through staging memory, or whichever is faster.",
+        description="Which way bytes go: straight from pages to pages, through staging memory, or whichever of the two "
+        "is faster. mapped, on both sides, is for GPUs of one host: a prefill rank maps decode ranks' pools and copies "
+        "into their pages by a kernel (docs/paths.md says at which risk).",
     )
     direct_mib: float = Field(
         1024.0,

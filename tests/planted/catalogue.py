@@ -342,6 +342,48 @@ CATALOGUE = (
         "            if num_blocks:",
         "tests/unit/staging/test_order_on_device.py",
     ),
+    PlantedFault(
+        "a peer is notified of a copy into its mapped pages before the kernel has ended",
+        "staging/mapped.py",
+        "            if not transfer.event.query():\n                return None\n",
+        "",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
+        "a mapping is closed while a kernel copies into it",
+        "staging/mapped.py",
+        "            is_unused = not connection.in_flight",
+        "            is_unused = True",
+        "tests/unit/staging/test_mapped.py",
+    ),
+    PlantedFault(
+        "a kernel reads a prepared list that is still being uploaded",
+        "staging/mapped.py",
+        "            stream.synchronize()  # other threads' streams read it\n",
+        "",
+        "tests/unit/staging/test_mapped.py",
+    ),
+    PlantedFault(
+        "a kernel copies to addresses of the other process's, and not to where they are mapped",
+        "staging/mapped.py",
+        "            starts = mappings.here(starts)",
+        "            mappings.here(starts)",
+        "tests/unit/staging/test_mapped.py",
+    ),
+    PlantedFault(
+        "memory of another host is mapped by a handle that means nothing here",
+        "staging/mapped.py",
+        "    if not host or offer.host != host:",
+        "    if not host:",
+        "tests/unit/staging/test_mapped.py",
+    ),
+    PlantedFault(
+        "the context goes while another process's memory is mapped in it",
+        "staging/cuda_driver.py",
+        "            self._retain(index)  # for a mapping too\n",
+        "",
+        "tests/unit/staging/test_mapped.py",
+    ),
     # ---- control
     PlantedFault(
         "a process number in use again counts as the process that had it",

@@ -158,6 +158,15 @@ def test_every_byte_arrives_in_the_memory_of_a_gpu(commands: CommandProcess):
     assert shown["exact"] is True
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="no GPU here; tests/unit/staging/test_mapped.py needs none")
+def test_so_it_does_by_kernels_into_mapped_pages(commands: CommandProcess):
+    flags = ("--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd", "--variants", "mapped")
+    shown = result(commands, *flags)
+    assert shown["exact"] is True
+    assert {case["path"] for case in shown["cases"]} == {"mapped"}
+
+
 def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():
     command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -7,6 +7,8 @@ from typing import Any
 
 OUT_OF_MEMORY = 2
 INVALID_VALUE = 1
+INVALID_CONTEXT = 201
+MAPPED_AT = 1 << 44
 
 
 class FakeDriverLibrary:
@@ -17,6 +19,7 @@ class FakeDriverLibrary:
         retained: how often the context of each GPU is held.
         current: the contexts that threads have pushed.
         virtual: addresses that no other process can map.
+        mapped: how often other processes' memory is mapped, by address.
         calls: the names of what was called.
     """
 
@@ -26,6 +29,7 @@ class FakeDriverLibrary:
         self.retained: dict[int, int] = {}
         self.current: list[int] = []
         self.virtual: set[int] = set()
+        self.mapped: dict[int, int] = {}
         self.calls: list[str] = []
         self._next = 1 << 40
 
@@ -73,6 +77,36 @@ class FakeDriverLibrary:
         self.left += self.allocated.pop(address.value)
         return 0
 
+    def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        for start, num_bytes in self.allocated.items():
+            if start <= address.value < start + num_bytes:
+                base._obj.value, size._obj.value = start, num_bytes
+                return 0
+        return INVALID_VALUE
+
+    def cuIpcGetMemHandle(self, handle: Any, address: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        ctypes.memmove(handle, address.value.to_bytes(64, "little"), 64)
+        return 0
+
+    def cuIpcOpenMemHandle_v2(self, address: Any, handle: Any, flags: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        assert flags.value == 1
+        exported = int.from_bytes(bytes(handle), "little")
+        if exported in self.allocated:
+            return INVALID_CONTEXT  # a process does not map its own
+        address._obj.value = exported + MAPPED_AT
+        self.mapped[exported + MAPPED_AT] = self.mapped.get(exported + MAPPED_AT, 0) + 1
+        return 0
+
+    def cuIpcCloseMemHandle(self, address: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        if not self.mapped.get(address.value):
+            return INVALID_VALUE
+        self.mapped[address.value] -= 1
+        return 0
+
     def cuPointerGetAttribute(self, found: Any, attribute: int, address: Any) -> int:  # noqa: N802
         if attribute != 10 or address.value < 1 << 40:
             return INVALID_VALUE
@@ -80,6 +114,10 @@ class FakeDriverLibrary:
         return 0
 
     def cuGetErrorName(self, code: int, name: Any) -> int:  # noqa: N802
-        names = {OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY", INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE"}
+        names = {
+            OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY",
+            INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
+            INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT",
+        }
         name._obj.value = names.get(code)
         return 0

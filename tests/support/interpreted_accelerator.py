@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceStarts, Stream
-from kvferry.staging.cuda import TensorStarts, launch_kernel
+from kvferry.staging.accelerator import Accelerator, CopyLaunch, DeviceArray, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.cuda import TensorArray, launch_kernel, launch_runs
 from kvferry.staging.kernels import StartArray
+
+
+class _Over(StreamEvent):
+    def query(self) -> bool:
+        return True
 
 
 class InterpretedAccelerator(Accelerator, Stream):
@@ -18,11 +25,17 @@ class InterpretedAccelerator(Accelerator, Stream):
     def stream(self) -> Stream:
         return self
 
-    def upload(self, starts: StartArray) -> DeviceStarts:
-        return TensorStarts(torch.from_numpy(starts.copy()))
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
+        return TensorArray(torch.from_numpy(numbers.copy()))
 
     def launch(self, copy: CopyLaunch) -> None:
         launch_kernel(copy)
+
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        launch_runs(copy)
+
+    def record(self) -> StreamEvent:
+        return _Over()
 
     def synchronize(self) -> None:
         pass

@@ -15,6 +15,8 @@ from tests.support.waiting import PATIENCE_S
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, Region
+from kvferry.staging.mapped import MappedTransport
+from kvferry.testing.device import FakeDevice, FakeResources
 from kvferry.transport import (
     InProcessNetwork,
     InProcessTransport,
@@ -68,6 +70,7 @@ class Kind:
         promises: what it promises: whoever promises more extends the tests, since what holds pages relies on it.
         joins: whether ranges that go on on both sides become one.
         cuts: how many descriptors may be cut in two, to share a write between threads.
+        has_device: whether it brings a device of its own, whatever the machine has.
     """
 
     of: type[Transport]
@@ -75,6 +78,7 @@ class Kind:
     promises: Promises = NOTHING
     joins: bool = True
     cuts: int = 0
+    has_device: bool = False
 
 
 def nixl_as_endpoints_have_it(kit: Kit, name: str) -> Transport:
@@ -96,6 +100,15 @@ KINDS = {
     ),
     "nixl as endpoints have it": Kind(NixlTransport, nixl_as_endpoints_have_it, ONLY_DEATH, cuts=1),
     "mooncake": Kind(MooncakeTransport, lambda kit, name: MooncakeTransport(name), ONLY_DEATH),
+    # A kernel into mapped memory is fenced by nothing that was measured: staging/mapped.py.
+    "mapped-inprocess": Kind(
+        MappedTransport,
+        lambda kit, name: MappedTransport(
+            InProcessTransport(kit.network, name), FakeResources(kit.device), offers=True
+        ),
+        joins=False,
+        has_device=True,
+    ),
     "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name)),
 }
 """Every transport that keeps the contract: a new one is added here."""
@@ -109,6 +122,7 @@ class Kit:
         self.kind = KINDS[name]
         self.made: list[Transport] = []
         self.network: InProcessNetwork = InProcessNetwork()
+        self.device: FakeDevice = FakeDevice(1)
         self.wire: SimulatedWire = SimulatedWire(
             on_post=lambda transfer: None, on_piece=lambda transfer, piece: None, fails_to=lambda what: None
         )

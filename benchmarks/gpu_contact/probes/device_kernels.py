@@ -1,18 +1,16 @@
-"""Kernels of the probes' own, in Triton's language, for which its interpreter does on a CPU.
+"""Kernels of the probes' own, and kvferry's own as they launch them.
 
 Triton cannot follow postponed annotations of types here in every version, so this file does without.
 """
 
+import numpy as np
+import torch
 import triton
 import triton.language as tl
 
-ROWS = 32
-"""Runs of a tile."""
-
-COLUMNS = 32
-"""Words of 8 bytes of every run in a tile."""
-
-VECTOR_BYTES = 16
+from kvferry.staging.accelerator import DeviceRows, RunsLaunch
+from kvferry.staging.cuda import TensorArray, launch_runs
+from kvferry.staging.gpu import VECTOR_BYTES
 
 
 @triton.jit
@@ -21,48 +19,21 @@ def nothing(value):
     tl.load(value)
 
 
-@triton.jit(do_not_specialize=["num_runs", "run_vectors", "tiles_per_run"])
-def copy_runs_to_runs(
-    sources,
-    targets,
-    num_runs: tl.int32,
-    run_vectors: tl.int64,
-    tiles_per_run: tl.int32,
-    ROWS: tl.constexpr,  # noqa: N803
-    COLUMNS: tl.constexpr,  # noqa: N803
-):
-    """Copies runs from addresses to addresses: from pages straight into pages, wherever these are mapped.
+def runs_to_runs(source: int, target: int, run_bytes: int, runs, places, device) -> RunsLaunch:
+    """Prepares a copy of runs of one piece of memory to places of another, as the mapped path launches it.
 
     Args:
-        sources: address of each run, a multiple of 16: int64 array.
-        targets: address of where it goes, likewise.
-        num_runs: how many there are.
-        run_vectors: the length of each in vectors of 16 bytes, so that the compiler knows that none is cut.
-        tiles_per_run: programs that share a run.
-        ROWS: runs of a tile.
-        COLUMNS: words of a tile.
-    """
-    tile = tl.program_id(0)
-    runs = tile // tiles_per_run * ROWS + tl.arange(0, ROWS)
-    words = (tile % tiles_per_run).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
-    exists = runs < num_runs
-    source = tl.load(sources + runs, mask=exists, other=0).to(tl.pointer_type(tl.int64))
-    target = tl.load(targets + runs, mask=exists, other=0).to(tl.pointer_type(tl.int64))
-    source_at = tl.multiple_of(source, 16)[:, None] + words[None, :]
-    target_at = tl.multiple_of(target, 16)[:, None] + words[None, :]
-    mask = exists[:, None] & (words < run_vectors * 2)[None, :]
-    tl.store(target_at, tl.load(source_at, mask=mask), mask=mask)
-
-
-def copy_runs(sources, targets, run_bytes: int) -> None:
-    """Launches the copy of as many runs as there are addresses, on the current stream.
-
-    Args:
-        sources: a torch tensor of addresses.
-        targets: another.
+        source: where the memory begins that is read, a multiple of 16.
+        target: where the other begins.
         run_bytes: of every run, a multiple of 16.
+        runs: the number of each run that is read.
+        places: the number of each that is written.
+        device: torch's, which copies.
     """
-    vectors = run_bytes // VECTOR_BYTES
-    tiles = -(-vectors // (COLUMNS // 2))
-    programs = -(-len(sources) // ROWS) * tiles
-    copy_runs_to_runs[(programs,)](sources, targets, len(sources), vectors, tiles, ROWS=ROWS, COLUMNS=COLUMNS)
+    tables = [np.array([0, start, run_bytes], np.int64) for start in (source, target)]
+    here, there = (DeviceRows(TensorArray(torch.from_numpy(each).to(device)), 1) for each in tables)
+    numbers = TensorArray(torch.from_numpy(np.concatenate([runs, places]).astype(np.int32)).to(device))
+    return RunsLaunch(here, there, numbers, 0, len(runs), len(runs), run_bytes, VECTOR_BYTES)
+
+
+__all__ = ["launch_runs", "nothing", "runs_to_runs"]

@@ -50,13 +50,12 @@ def fused(source: torch.Tensor, target: torch.Tensor, run: int, here: np.ndarray
             target.view(-1, run)[places] = source.view(-1, run)[runs]
 
         return copy
-    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+    from benchmarks.gpu_contact.probes.device_kernels import launch_runs, runs_to_runs
 
-    sources = torch.from_numpy(source.data_ptr() + here * run).to(source.device)
-    targets = torch.from_numpy(target.data_ptr() + there * run).to(source.device)
+    prepared = runs_to_runs(source.data_ptr(), target.data_ptr(), run, here, there, source.device)
 
     def launch() -> None:
-        copy_runs(sources, targets, run)
+        launch_runs(prepared)
         torch.cuda.synchronize()
 
     return launch

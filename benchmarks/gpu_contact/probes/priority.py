@@ -30,13 +30,12 @@ def _on_cpu(rounds: int) -> dict[str, list[float]]:
 
 def _on_gpu(rounds: int) -> dict[str, list[float]]:
     import torch
-    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+    from benchmarks.gpu_contact.probes.device_kernels import launch_runs, runs_to_runs
 
     moved = 64 * MIB
     pool, staging = memory(4 * moved, "cuda"), memory(moved, "cuda")
     places = np.random.default_rng(0).permutation(pool.num_bytes // _RUN)[: moved // _RUN].astype(np.int64)
-    sources = torch.from_numpy(pool.address + places * _RUN).cuda()
-    targets = torch.from_numpy(staging.address + np.arange(moved // _RUN, dtype=np.int64) * _RUN).cuda()
+    prepared = runs_to_runs(pool.address, staging.address, _RUN, places, np.arange(moved // _RUN), torch.device("cuda"))
     large = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")
     product = torch.empty_like(large)
     torch.cuda.synchronize()
@@ -49,7 +48,7 @@ def _on_gpu(rounds: int) -> dict[str, list[float]]:
                 torch.mm(large, large, out=product)
             before = time.perf_counter()
             with torch.cuda.stream(stream):
-                copy_runs(sources, targets, _RUN)
+                launch_runs(prepared)
             stream.synchronize()
             if number >= 2:
                 taken[name].append(time.perf_counter() - before)

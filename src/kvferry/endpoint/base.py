@@ -34,11 +34,12 @@ from kvferry.observe.status import (
     ThreadStatus,
     load_of,
 )
-from kvferry.plan import check_token_share
+from kvferry.plan import TransferPath, check_token_share
 from kvferry.plan.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
+from kvferry.staging.mapped import MappedTransport
 from kvferry.staging.sizes import staging_notice
 from kvferry.transport import Transport
 
@@ -112,6 +113,8 @@ class Endpoint(ABC):
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )
+        if self.settings.forced_path is TransferPath.MAPPED:
+            self.transport = MappedTransport(self.transport, self._platform.staging, offers=self._side is Side.DECODE)
         if problem := self._platform.staging.why_not_mapped(layout.regions(), layout.device):
             log.warning("%s", problem)
         if notice := staging_notice(self.settings, layout.device, sends=self._side is Side.PREFILL):

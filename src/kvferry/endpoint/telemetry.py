@@ -12,6 +12,7 @@ from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.observe.tracing import Recorder
+from kvferry.plan import TransferPath
 from kvferry.settings import Settings
 
 if TYPE_CHECKING:
@@ -60,7 +61,9 @@ class EndpointTelemetry:
             from kvferry.observe.metrics import Metrics
             from kvferry.observe.server import serve
 
-            metrics, recorder = Metrics(status), Recorder()
+            is_mapped = settings.forced_path is TransferPath.MAPPED
+            metrics = Metrics(status, into_pages=TransferPath.MAPPED if is_mapped else TransferPath.DIRECT)
+            recorder = Recorder()
             observers += (metrics, recorder)
             port = settings.observe_port + rank if settings.observe_port else 0
             credentials = credentials_of(settings)

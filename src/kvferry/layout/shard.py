@@ -57,6 +57,10 @@ class Region(msgspec.Struct, frozen=True, order=True, array_like=True):
         """The address after the last byte."""
         return self.address + self.length
 
+    def contains(self, other: Region) -> bool:
+        """Whether all of another range lies in this one."""
+        return self.address <= other.address and other.stop <= self.stop
+
 
 class Paging(msgspec.Struct, frozen=True, array_like=True):
     """How entries are laid out in a paged or slotted pool.

@@ -54,12 +54,14 @@ class Metrics(Observer):
     that is queued; the rest is counted when the metrics are read. Nothing is counted in the caller's time, `submitted`.
     """
 
-    def __init__(self, status: Callable[[], EndpointStatus]) -> None:
+    def __init__(self, status: Callable[[], EndpointStatus], *, into_pages: TransferPath = TransferPath.DIRECT) -> None:
         """Begins with nothing counted.
 
         Args:
             status: where the endpoint stands now.
+            into_pages: the path of what arrives in pages without a word of it before.
         """
+        self._into_pages = into_pages
         # Events that are not counted yet. Any thread adds to them; the one with the lock takes.
         self._uncounted: deque[tuple[Callable[..., object], object]] = deque()
         # Lets one thread count at a time, in the order of the events.
@@ -162,7 +164,7 @@ class Metrics(Observer):
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
         self._uncounted.append((self._count_placed, stats.placed))
         is_staged = any(placed.num_bytes for placed in stats.placed)
-        way = TransferPath.STAGED.value if is_staged else TransferPath.DIRECT.value if stats.chunks else NO_WAY
+        way = TransferPath.STAGED.value if is_staged else self._into_pages.value if stats.chunks else NO_WAY
         self._ended(way, stats.opened_at, stats.ended_at, error)
 
     def _count_placed(self, parts: Sequence[PlacedRecord]) -> None:

@@ -17,10 +17,11 @@ STAGED_ADVANTAGE = 1.5
 
 
 class TransferPath(str, Enum):
-    """Which way bytes go."""
+    """Which way bytes go. Between the first two the cost model chooses; the third is only taken where it is forced."""
 
     DIRECT = "direct"
     STAGED = "staged"
+    MAPPED = "mapped"
 
 
 @dataclass(frozen=True, slots=True)

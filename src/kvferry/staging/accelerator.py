@@ -10,14 +10,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvferry.staging.kernels import StartArray
 
 MOST_LOOPS = 4
 """Nested loops of a block that a launch follows by itself."""
 
 
-class DeviceStarts:
-    """Where blocks begin, in the accelerator's memory, for as long as the object lives."""
+class DeviceArray:
+    """Numbers in the accelerator's memory, for as long as the object lives."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +38,7 @@ class CopyLaunch:
         is_gather: whether it copies from the pool to staging memory; otherwise back.
     """
 
-    starts: DeviceStarts
+    starts: DeviceArray
     first: int
     stop: int
     loops: tuple[tuple[int, int], ...]
@@ -45,16 +48,70 @@ class CopyLaunch:
     is_gather: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceRows:
+    """Rows of evenly spaced runs, which are numbered row by row.
+
+    Attributes:
+        table: the number of each row's first run, then where each row begins, then the bytes from a run to the next.
+        count: how many rows there are.
+    """
+
+    table: DeviceArray
+    count: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunsLaunch:
+    """One launch: runs of one length, each copied from its place to another, wherever the two are mapped.
+
+    Attributes:
+        source: the rows that are read.
+        destination: the rows that are written.
+        numbers: which runs, on both sides; it may have more than these.
+        sources: the place of the first source's number among them; the others follow it.
+        destinations: likewise of the first destination's.
+        count: how many runs there are; with none the launch copies nothing, but is compiled.
+        length: bytes of a run.
+        alignment: bytes that divide all addresses and the length, a power of two up to 16.
+    """
+
+    source: DeviceRows
+    destination: DeviceRows
+    numbers: DeviceArray
+    sources: int
+    destinations: int
+    count: int
+    length: int
+    alignment: int
+
+
+class StreamEvent(ABC):
+    """A place in a stream."""
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Returns whether all that was queued before it is done. From any thread that is bound."""
+
+
 class Stream(ABC):
     """Does what it is given in order, beside all other streams. For one thread."""
 
     @abstractmethod
-    def upload(self, starts: StartArray) -> DeviceStarts:
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
         """Queues a copy of an array to the accelerator. The array may be changed once this returns."""
 
     @abstractmethod
     def launch(self, copy: CopyLaunch) -> None:
         """Queues a copy between pool and staging memory."""
+
+    @abstractmethod
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        """Queues a copy from rows to rows."""
+
+    @abstractmethod
+    def record(self) -> StreamEvent:
+        """Records an event behind all that was queued."""
 
     @abstractmethod
     def synchronize(self) -> None:

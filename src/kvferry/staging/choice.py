@@ -1,12 +1,14 @@
-"""The kernels that suit a pool."""
+"""The kernels that suit a pool, and what maps other pools beside it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.requirements import require_cuda, require_torch, require_triton
+from kvferry.staging.sharing import CudaSharing, MappedCopies
 
 
 def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
@@ -35,6 +37,26 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
     with torch.cuda.device(device.index):  # the caller's thread has the GPU afterwards that it had before
         kernels.compile()
     return kernels
+
+
+def mapped_copies(device: Device) -> MappedCopies:
+    """Makes what maps the memory of other processes beside a pool's, and copies into it.
+
+    Args:
+        device: where the pool is.
+
+    Raises:
+        TransportUnavailableError: if that is no GPU, or torch, Triton or the GPU is missing.
+    """
+    if device.kind is MemoryKind.DRAM:
+        raise TransportUnavailableError(
+            f"KVFERRY_PATH=mapped maps pools of GPUs, and this one is on {device}: take auto, direct or staged"
+        )
+    require_cuda(device)
+    require_triton()
+    from kvferry.staging.cuda import CudaAccelerator
+
+    return MappedCopies(CudaAccelerator(device.index), CudaSharing(device.index))
 
 
 def bind_thread(device: Device) -> None:

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 import triton.language as tl
+from numpy.typing import NDArray
 
-from kvferry.errors import SettingsError
-from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, DeviceStarts, Stream
+from kvferry.errors import SettingsError, TransportError
+from kvferry.staging.accelerator import (
+    MOST_LOOPS,
+    Accelerator,
+    CopyLaunch,
+    DeviceArray,
+    DeviceRows,
+    RunsLaunch,
+    Stream,
+    StreamEvent,
+)
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs
+from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_selected
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -27,20 +38,27 @@ def constants(alignment: int, num_loops: int, *, gather: bool) -> dict[str, Any]
         num_loops: loops of a block, at most 4.
         gather: whether it copies from the pool to staging memory; otherwise back.
     """
+    return {"LOOPS": num_loops, "GATHER": gather, **constants_of_runs(alignment)}
+
+
+def constants_of_runs(alignment: int) -> dict[str, Any]:
+    """Returns the constants that depend on the alignment: all that one variant of `copy_selected` has.
+
+    Args:
+        alignment: bytes that divide all addresses and lengths, a power of two up to 16.
+    """
     word = min(alignment, max(_WORDS))
     return {
-        "LOOPS": num_loops,
         "WORD": _WORDS[word],
         "WORDS_PER_VECTOR": alignment // word,
         "ALIGNMENT": alignment,
         "ROWS": ROWS,
         "COLUMNS": COLUMN_BYTES // word,
-        "GATHER": gather,
     }
 
 
-class TensorStarts(DeviceStarts):
-    """A tensor with the addresses."""
+class TensorArray(DeviceArray):
+    """A tensor with the numbers."""
 
     __slots__ = ("tensor",)
 
@@ -54,7 +72,7 @@ def launch_kernel(copy: CopyLaunch) -> None:
     Raises:
         SettingsError: if there are more runs than one launch copies, naming the setting to lower.
     """
-    assert isinstance(copy.starts, TensorStarts)
+    assert isinstance(copy.starts, TensorArray)
     num_runs = copy.stop - copy.first
     for count, _ in copy.loops:
         num_runs *= count
@@ -79,6 +97,46 @@ def launch_kernel(copy: CopyLaunch) -> None:
     )
 
 
+def launch_runs(copy: RunsLaunch) -> None:
+    """Launches the kernel that copies runs from rows to rows, on torch's current stream.
+
+    Raises:
+        TransportError: if there are more runs than one launch copies.
+    """
+    tiles_per_run = -(-copy.length // COLUMN_BYTES)
+    programs = max(1, -(-copy.count // ROWS) * tiles_per_run)
+    if max(copy.count + ROWS, programs) > _MOST_PROGRAMS:
+        raise TransportError(
+            f"{copy.count} runs of {copy.length} bytes are more than one launch copies: hand the request in by smaller "
+            "chunks"
+        )
+    copy_selected[(programs,)](
+        *_side(copy.source, copy.numbers, copy.sources),
+        *_side(copy.destination, copy.numbers, copy.destinations),
+        copy.count,
+        copy.length // copy.alignment,
+        tiles_per_run,
+        **constants_of_runs(copy.alignment),
+    )
+
+
+def _side(rows: DeviceRows, numbers: DeviceArray, first: int) -> tuple[torch.Tensor, int, int, torch.Tensor]:
+    """Returns what the kernel needs of one side: rows, how many, how often that can be halved, and runs' numbers."""
+    assert isinstance(rows.table, TensorArray)
+    assert isinstance(numbers, TensorArray)
+    return rows.table.tensor, rows.count, rows.count.bit_length(), numbers.tensor[first:]
+
+
+class CudaEvent(StreamEvent):
+    """An event of CUDA's."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event = stream.record_event()
+
+    def query(self) -> bool:
+        return bool(self._event.query())
+
+
 class CudaStream(Stream):
     """A stream of CUDA's, not ordered with the engine's."""
 
@@ -86,14 +144,22 @@ class CudaStream(Stream):
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
-    def upload(self, starts: StartArray) -> DeviceStarts:
+    def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             # Pageable: copied before the call returns, so that no pinned memory need be kept.
-            return TensorStarts(torch.from_numpy(starts).to(self._device, non_blocking=True))
+            return TensorArray(torch.from_numpy(numbers).to(self._device, non_blocking=True))
 
     def launch(self, copy: CopyLaunch) -> None:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             launch_kernel(copy)
+
+    def launch_runs(self, copy: RunsLaunch) -> None:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            launch_runs(copy)
+
+    def record(self) -> StreamEvent:
+        with torch.cuda.device(self._device):
+            return CudaEvent(self._stream)
 
     def synchronize(self) -> None:
         self._stream.synchronize()

@@ -1,4 +1,4 @@
-"""What is asked of CUDA's driver itself: memory that other processes can map, and whether some memory is of that kind.
+"""What is asked of CUDA's driver itself: memory that other processes can map, whether some is of that kind, mappings.
 
 torch takes memory as its allocator is set up, an engine's allocator as it likes. Under `expandable_segments`, in vLLM's
 sleep mode and with SGLang's memory saver, that is virtual memory which `cudaIpcGetMemHandle` refuses: between processes
@@ -19,6 +19,14 @@ LIBRARY = "libcuda.so.1"
 
 _OUT_OF_MEMORY = 2
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
+_LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+
+
+class _IpcMemHandle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
 class CudaDriverError(RuntimeError):
@@ -97,6 +105,52 @@ class CudaDriver:
         """
         used = (region for region in regions if region.length)
         return next((region for region in used if not self.can_be_mapped(region.address)), None)
+
+    def allocation_of(self, address: int, index: int) -> Region:
+        """Returns the whole allocation that an address lies in, whoever took it.
+
+        Raises:
+            CudaDriverError: if it is no address of a GPU's memory.
+        """
+        base, num_bytes = ctypes.c_uint64(), ctypes.c_size_t()
+        with self._context(index):
+            self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(num_bytes), ctypes.c_uint64(address))
+        return Region(base.value, num_bytes.value)
+
+    def export(self, address: int, index: int) -> bytes:
+        """Returns the handle by which another process of this machine maps the allocation of an address.
+
+        Raises:
+            CudaDriverError: if it cannot be shared.
+        """
+        handle = _IpcMemHandle()
+        with self._context(index):
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+        return bytes(handle.reserved)
+
+    def map(self, handle: bytes, index: int) -> int:
+        """Maps another process's allocation, and returns where it begins. Of one that is mapped already it counts that.
+
+        Raises:
+            CudaDriverError: if it cannot be mapped: it is this process's own, or another machine's, or of a GPU that
+                this one cannot reach.
+        """
+        address = ctypes.c_uint64()
+        with self._context(index):
+            self._call(
+                "cuIpcOpenMemHandle_v2",
+                ctypes.byref(address),
+                _IpcMemHandle.from_buffer_copy(handle),
+                ctypes.c_uint(_LAZY_ENABLE_PEER_ACCESS),
+            )
+            self._retain(index)  # for a mapping too
+        return address.value
+
+    def unmap(self, address: int, index: int) -> None:
+        """Ends what `map` began, once for each time."""
+        with self._context(index):
+            self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+            self._release(index)
 
     @contextmanager
     def _context(self, index: int) -> Iterator[None]:

@@ -144,8 +144,8 @@ class ReceivingStaging:
         self._earlier: dict[str, list[WriterRing]] = {}  # those that may be written to until it has attached anew
         self._free: list[WriterRing] = []
         self._taken_bytes = 0
-        if self.path is TransferPath.DIRECT:
-            self._problem = "the decode side forces the direct path (KVFERRY_PATH)"
+        if self.path not in (None, TransferPath.STAGED):
+            self._problem = f"the decode side forces the {self.path.value} path (KVFERRY_PATH)"
             return
         try:
             checks = self.checks

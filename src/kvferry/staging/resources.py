@@ -1,4 +1,4 @@
-"""What staged transfers take from the machine: memory, kernels, and how fast these are."""
+"""What copying takes from the machine: memory, kernels, how fast these are, and what maps other processes' memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import PackedSide
-from kvferry.staging.choice import bind_thread, kernels_for
+from kvferry.staging.choice import bind_thread, kernels_for, mapped_copies
 from kvferry.staging.copy_speed import copy_bytes_per_s
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory, allocate, why_not_mapped
+from kvferry.staging.sharing import MappedCopies
 
 
 class StagingResources(ABC):
@@ -32,6 +33,10 @@ class StagingResources(ABC):
     @abstractmethod
     def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
         """Returns why transports cannot map a pool into another process, as `memory.why_not_mapped`."""
+
+    @abstractmethod
+    def mapped_copies(self, device: Device) -> MappedCopies:
+        """Makes what copies into other processes' memory, as `choice.mapped_copies`."""
 
     @abstractmethod
     def bind_thread(self, device: Device) -> None:
@@ -56,6 +61,9 @@ class MachineResources(StagingResources):
 
     def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
         return why_not_mapped(regions, device)
+
+    def mapped_copies(self, device: Device) -> MappedCopies:
+        return mapped_copies(device)
 
     def bind_thread(self, device: Device) -> None:
         bind_thread(device)

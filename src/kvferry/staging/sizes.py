@@ -60,7 +60,7 @@ def staging_notice(settings: Settings, device: Device, *, sends: bool) -> str:
     Args:
         sends: whether this is the prefill side.
     """
-    if device.kind is MemoryKind.DRAM or settings.forced_path is TransferPath.DIRECT:
+    if device.kind is MemoryKind.DRAM or settings.forced_path not in (None, TransferPath.STAGED):
         return ""
     sizes = staging_sizes(settings, device.kind)
     now = sizes.measured_bytes + settings.gather_workers * sizes.ring_bytes if sends else sizes.ring_bytes

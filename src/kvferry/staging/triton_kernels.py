@@ -1,7 +1,8 @@
-"""The kernel that copies on a GPU, in Triton's language.
+"""The kernels that copy on a GPU, in Triton's language.
 
-One launch copies every run of every block. A program copies a tile: some runs by some words of each. Triton cannot
-follow postponed annotations of types here in every version, so this file does without.
+One launch copies every run of every block between a pool and staging memory, or selected runs from pages straight into
+pages. A program copies a tile: some runs by some words of each. Triton cannot follow postponed annotations of types
+here in every version, so this file does without.
 """
 
 import triton
@@ -98,3 +99,83 @@ def copy_runs(
         tl.store(staged_at, tl.load(pooled_at, mask=mask), mask=mask)
     else:
         tl.store(pooled_at, tl.load(staged_at, mask=mask), mask=mask)
+
+
+@triton.jit
+def address_of(rows, num_rows, steps, number):
+    """Finds where runs begin, by the number of each.
+
+    Args:
+        rows: the number of each row's first run, where each row begins, the bytes from a run to the next: int64 array
+            of shape [3, rows].
+        num_rows: how many there are.
+        steps: how often that many can be halved.
+        number: of each run.
+    """
+    low = number * 0
+    high = low + num_rows
+    for _ in range(steps):
+        middle = (low + high) // 2
+        is_behind = tl.load(rows + middle) <= number
+        low = tl.where(is_behind, middle, low)
+        high = tl.where(is_behind, high, middle)
+    within = number - tl.load(rows + low)
+    return tl.load(rows + num_rows + low) + within * tl.load(rows + num_rows * 2 + low)
+
+
+_NOT_SPECIALIZED_NUMBERS = ["num_runs", "run_vectors", "tiles_per_run"] + [
+    f"{side}_{what}" for side in ("source", "destination") for what in ("rows", "numbers", "count", "steps")
+]
+
+
+@triton.jit(do_not_specialize=_NOT_SPECIALIZED_NUMBERS)
+def copy_selected(
+    source_rows,
+    source_count: tl.int32,
+    source_steps: tl.int32,
+    source_numbers,
+    destination_rows,
+    destination_count: tl.int32,
+    destination_steps: tl.int32,
+    destination_numbers,
+    num_runs: tl.int32,
+    run_vectors: tl.int64,
+    tiles_per_run: tl.int32,
+    WORD: tl.constexpr,  # noqa: N803
+    WORDS_PER_VECTOR: tl.constexpr,  # noqa: N803
+    ALIGNMENT: tl.constexpr,  # noqa: N803
+    ROWS: tl.constexpr,  # noqa: N803
+    COLUMNS: tl.constexpr,  # noqa: N803
+):
+    """Copies runs that are selected by number: from pages straight into pages, wherever these are mapped.
+
+    Args:
+        source_rows: as in `address_of`.
+        source_count: how many there are.
+        source_steps: how often that many can be halved.
+        source_numbers: of the runs that are read: int32 array of shape [runs].
+        destination_rows: as in `address_of`.
+        destination_count: how many there are.
+        destination_steps: how often that many can be halved.
+        destination_numbers: of the runs that are written, likewise.
+        num_runs: how many there are.
+        run_vectors: the length of each, in vectors.
+        tiles_per_run: programs that share a run.
+        WORD: the integer type to copy as.
+        WORDS_PER_VECTOR: words that lie together in every run, so that one instruction may copy them.
+        ALIGNMENT: bytes that divide all addresses and the length.
+        ROWS: runs of a tile.
+        COLUMNS: words of a tile.
+    """
+    tile = tl.program_id(0)
+    runs = tile // tiles_per_run * ROWS + tl.arange(0, ROWS)
+    words = (tile % tiles_per_run).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = runs < num_runs
+    read = tl.load(source_numbers + runs, mask=exists, other=0).to(tl.int64)
+    written = tl.load(destination_numbers + runs, mask=exists, other=0).to(tl.int64)
+    source = address_of(source_rows, source_count, source_steps, read).to(tl.pointer_type(WORD))
+    destination = address_of(destination_rows, destination_count, destination_steps, written).to(tl.pointer_type(WORD))
+    source_at = tl.multiple_of(source, ALIGNMENT)[:, None] + words[None, :]
+    destination_at = tl.multiple_of(destination, ALIGNMENT)[:, None] + words[None, :]
+    mask = exists[:, None] & (words < run_vectors * WORDS_PER_VECTOR)[None, :]
+    tl.store(destination_at, tl.load(source_at, mask=mask), mask=mask)

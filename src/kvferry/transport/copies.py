@@ -17,6 +17,8 @@ from kvferry.errors import TransportError
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.transport.base import PreparedList, check_counts
 
+DIFFERENT_LENGTHS = "local and remote descriptors differ in length"
+
 AT_A_TIME = 1 << 16
 """Descriptors that are expanded at a time: what is needed beside the result stays below some megabytes."""
 
@@ -147,16 +149,14 @@ def copies_between(
     Raises:
         TransportError: if one side selects more descriptors than the other, longer ones, or some that there are not.
     """
-    check_counts(local_indices, remote_indices)
-    _check_range(local, local_indices)
-    _check_range(remote, remote_indices)
+    check_selection(local, local_indices, remote, remote_indices)
     parts = []
     for start in range(0, len(local_indices), AT_A_TIME):
         which = slice(start, start + AT_A_TIME)
         sources, lengths = local.handle.expanded(local_indices[which])
         destinations, remote_lengths = remote.handle.expanded(remote_indices[which])
         if not np.array_equal(lengths, remote_lengths):
-            raise TransportError("local and remote descriptors differ in length")
+            raise TransportError(DIFFERENT_LENGTHS)
         part = Copies(sources, destinations, lengths)
         parts.append(part.merged() if merges else part)
     if len(parts) == 1:
@@ -167,6 +167,19 @@ def copies_between(
         np.concatenate([part.lengths for part in parts]),
     )
     return whole.merged() if merges else whole  # once more, where one part ends and the next begins
+
+
+def check_selection(
+    local: PreparedList, local_indices: DescriptorIndices, remote: PreparedList, remote_indices: DescriptorIndices
+) -> None:
+    """Refuses a selection of which one side has more descriptors than the other, or some that there are not.
+
+    Raises:
+        TransportError: naming them.
+    """
+    check_counts(local_indices, remote_indices)
+    _check_range(local, local_indices)
+    _check_range(remote, remote_indices)
 
 
 def _check_range(prepared: PreparedList, indices: DescriptorIndices) -> None:

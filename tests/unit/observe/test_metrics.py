@@ -11,7 +11,7 @@ from tests.support.statuses import WELL
 from tests.support.writes import PART, WRITE
 
 from kvferry.observe.metrics import Metrics
-from kvferry.observe.records import WriteRecord
+from kvferry.observe.records import ReceiverStats, WriteRecord
 from kvferry.plan import TransferPath
 
 
@@ -50,6 +50,15 @@ def test_writes_that_are_told_together_count_by_their_own_path():
     assert (found["sent_bytes_total", "direct"], found["sent_bytes_total", "staged"]) == (2000, 7)
     assert (found["descriptors_total", "direct"], found["descriptors_total", "staged"]) == (8, 1)
     assert (found["runs_total", "direct"], found["runs_total", "staged"]) == (20, 10)
+
+
+@pytest.mark.parametrize("path", [TransferPath.DIRECT, TransferPath.MAPPED])
+def test_what_arrives_in_pages_counts_by_the_path_that_goes_there(path: TransferPath):
+    metrics = Metrics(lambda: WELL, into_pages=path)
+    metrics.received(1, ReceiverStats(opened_at=0.0, first_arrival_at=0.5, ended_at=1.0, chunks=2), None)
+    assert {key: number for key, number in counted(metrics).items() if key[0] == "transfers_total" and number} == {
+        ("transfers_total", "success", path.value): 1
+    }
 
 
 def test_threads_lose_nothing_and_count_nothing_twice():

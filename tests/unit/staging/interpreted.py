@@ -17,11 +17,15 @@ from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, c
 from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationError, SettingsError
-from kvferry.layout import Region
+from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.staging import triton_kernels
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.host import HostKernels
+from kvferry.staging.mapped import MappedTransport
+from kvferry.staging.resources import MachineResources
+from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
+from kvferry.transport import InProcessNetwork, InProcessTransport
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/unit/staging/test_triton_interpreted.py"
 
@@ -53,18 +57,61 @@ def test_offsets_beyond_what_32_bits_count(shape: BlockShape, blocks: tuple[int,
     check_far_blocks(interpreted, shape, blocks)
 
 
-def test_pages_go_straight_into_pages_by_the_kernel_of_the_first_contact():
-    import torch
-    from benchmarks.gpu_contact.probes.device_kernels import copy_runs
+class _OneProcess(Sharing):
+    """Memory of one process, in which what is mapped is where it always was."""
 
-    for run_bytes, count in ((256, 70), (1024, 33), (48, 5)):
-        source = torch.randint(0, 256, (100, run_bytes), dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        order = torch.from_numpy(np.random.default_rng(count).permutation(100)[:count])
-        places = torch.arange(count) * run_bytes
-        copy_runs(source.data_ptr() + order * run_bytes, target.data_ptr() + places, run_bytes)
-        assert torch.equal(target[:count], source[order])
-        assert not target[count:].any()
+    host = "here"
+
+    def offer(self, regions: Sequence[Region]) -> tuple[SharedAllocation, ...]:
+        return tuple(SharedAllocation(region, b"") for region in regions)
+
+    def map(self, shared: SharedAllocation) -> int:
+        return shared.memory.address
+
+    def unmap(self, address: int) -> None:
+        pass
+
+
+class _Resources(MachineResources):
+    def mapped_copies(self, device: Device) -> MappedCopies:
+        return MappedCopies(InterpretedAccelerator(), _OneProcess())
+
+
+@pytest.mark.parametrize("offset", [0, 8, 3])
+def test_pages_go_straight_into_pages(offset: int):
+    """Rows of several lengths in one write, at places that are aligned well or not at all."""
+    network = InProcessNetwork()
+    here, there = (MappedTransport(InProcessTransport(network), _Resources(), offers=True) for _ in range(2))
+    rows = ((256, 512, 70), (48, 48, 40), (1024, 1040, 33), (3, 16, 5))  # length, stride, count
+    size = sum(stride * count for _, stride, count in rows) + 64
+    memory = [np.random.default_rng(seed).integers(0, 256, size, np.uint8) for seed in range(2)]
+    lists, peer = [], None
+    for transport, its in zip((here, there), memory, strict=True):
+        transport.register([Region(its.ctypes.data, size)], Device())
+    peer = here.connect(there.metadata())
+    for its, of in zip(memory, (None, peer), strict=True):
+        at = its.ctypes.data + -its.ctypes.data % 16 + offset
+        table = []
+        for length, stride, count in rows:
+            table.append((at, length, 0, stride, count))
+            at += stride * count
+        lists.append(here.prepare(np.array(table, np.uint64), of))
+    expected = memory[1].copy()
+    numbers, base = [], 0
+    starts = [-its.ctypes.data % 16 + offset for its in memory]
+    for length, stride, count in rows:
+        order = np.random.default_rng(count).permutation(count)[: count - 1]
+        numbers.append((base + order, base + np.arange(count - 1)))
+        for to, from_ in enumerate(order):
+            expected[starts[1] + to * stride :][:length] = memory[0][starts[0] + from_ * stride :][:length]
+        base, starts = base + count, [start + stride * count for start in starts]
+    local, remote = (np.concatenate(each).astype(np.int32) for each in zip(*numbers, strict=True))
+    transfer = here.post(lists[0], local, lists[1], remote, b"there")
+    report = here.poll(transfer)
+    assert report is not None
+    assert report.descriptors == len(local)
+    np.testing.assert_array_equal(memory[1], expected)
+    assert [text for _, text in there.take_notifications()] == [b"there"]
 
 
 @given(cases())

@@ -142,7 +142,7 @@ def test_ranges_are_the_bytes_of_the_runs(length: int):
 # ---- what kvferry does on it -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("path", ["staged", "direct", "mapped"])
 @pytest.mark.parametrize("seed", range(2))
 def test_everything_is_ordered(kvferry_registry_url: str, path: str, seed: int):
     device = FakeDevice(seed, waits=5)
@@ -153,12 +153,14 @@ def test_everything_is_ordered(kvferry_registry_url: str, path: str, seed: int):
     assert not device.counts.unbound
 
 
-@pytest.mark.parametrize("path", ["staged", "direct"])
+@pytest.mark.parametrize("path", ["staged", "direct", "mapped"])
 def test_pages_of_a_request_that_failed_are_reused_once_nobody_reads_them(kvferry_registry_url: str, path: str):
     device = FakeDevice(2)
     with OnDevice(kvferry_registry_url, device, path=path, polls=30) as ranks:
         request = ranks.begin(1, tokens=24)
-        eventually("a write is on its way", lambda: any(name.startswith("write") for _, name in list(device.log)))
+        eventually(
+            "a write is on its way", lambda: any(name.startswith(("write", "copy")) for _, name in list(device.log))
+        )
         request.sender.abort("nobody wants it any more")
         ranks.overwrite(request)
     device.verify()

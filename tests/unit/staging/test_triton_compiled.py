@@ -3,28 +3,45 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 
 TARGETS = {"sm_80": 80, "sm_90": 90}
 
 
-def instructions(alignment: int, loops: int, gather: bool, capability: int) -> list[str]:
-    """The global loads and stores of the kernel, in PTX."""
+def loads_and_stores(name: str, constants: dict[str, Any], capability: int) -> list[str]:
+    """The global loads and stores of a kernel, in PTX."""
     triton = pytest.importorskip("triton", reason="Triton has no wheels for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from kvferry.staging.cuda import constants
-    from kvferry.staging.triton_kernels import copy_runs
+    from kvferry.staging import triton_kernels
 
+    kernel = getattr(triton_kernels, name)
     signature = {
-        parameter.name: "constexpr" if parameter.is_constexpr else parameter.annotation_type or "*i64"
-        for parameter in copy_runs.params
+        parameter.name: "constexpr"
+        if parameter.is_constexpr
+        else parameter.annotation_type or ("*i32" if parameter.name.endswith("numbers") else "*i64")
+        for parameter in kernel.params
     }
-    source = ASTSource(copy_runs, signature, constexprs=constants(alignment, loops, gather=gather))
+    source = ASTSource(kernel, signature, constexprs=constants)
     ptx = triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["ptx"]
     return re.findall(r"\b(?:ld|st)\.global\S*", ptx)
+
+
+def instructions(alignment: int, loops: int, gather: bool, capability: int) -> list[str]:
+    pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    from kvferry.staging.cuda import constants
+
+    return loads_and_stores("copy_runs", constants(alignment, loops, gather=gather), capability)
+
+
+def instructions_between(alignment: int, capability: int) -> list[str]:
+    pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    from kvferry.staging.cuda import constants_of_runs
+
+    return loads_and_stores("copy_selected", constants_of_runs(alignment), capability)
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
@@ -37,23 +54,25 @@ def test_aligned_runs_move_16_bytes_an_instruction(loops: int, gather: bool, cap
 
 
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
-def test_the_kernel_of_the_first_contact_moves_16_bytes_an_instruction(capability: int):
+def test_aligned_runs_go_from_pages_to_pages_by_16_bytes_an_instruction(capability: int):
+    found = set(instructions_between(16, capability))
+    assert {"ld.global.v2.b64", "st.global.v2.b64"} <= found
+    assert "st.global.b64" not in found
+
+
+@pytest.mark.parametrize("alignment", [1, 2, 4, 8])
+def test_other_runs_go_from_pages_to_pages_by_a_word_an_instruction(alignment: int):
+    found = instructions_between(alignment, 90)
+    assert {f"st.global.b{8 * alignment}", f"ld.global.b{8 * alignment}"} <= set(found)
+
+
+def test_the_kernel_of_the_first_contact_compiles():
     triton = pytest.importorskip("triton", reason="Triton has no wheels for this platform")
-    from benchmarks.gpu_contact.probes.device_kernels import COLUMNS, ROWS, copy_runs_to_runs, nothing
+    from benchmarks.gpu_contact.probes.device_kernels import nothing
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    target = GPUTarget("cuda", capability, 32)
-    signature = {"sources": "*i64", "targets": "*i64", "num_runs": "i32", "run_vectors": "i64", "tiles_per_run": "i32"}
-    source = ASTSource(
-        copy_runs_to_runs,
-        {**signature, "ROWS": "constexpr", "COLUMNS": "constexpr"},
-        constexprs={"ROWS": ROWS, "COLUMNS": COLUMNS},
-    )
-    found = set(re.findall(r"\b(?:ld|st)\.global\S*", triton.compile(source, target=target).asm["ptx"]))
-    assert {"ld.global.v2.b64", "st.global.v2.b64"} <= found
-    assert "st.global.b64" not in found
-    assert triton.compile(ASTSource(nothing, {"value": "*i64"}), target=target).asm["ptx"]
+    assert triton.compile(ASTSource(nothing, {"value": "*i64"}), target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 @pytest.mark.parametrize("alignment", [1, 2, 4, 8])

@@ -21,7 +21,11 @@ class Shape:
         "cpu"
     )
     variants: Annotated[
-        str, typer.Option(help="What is measured: some of synchronous, direct, staged and auto, separated by commas.")
+        str,
+        typer.Option(
+            help="What is measured: some of synchronous, direct, staged, mapped (between GPUs) and auto, separated by "
+            "commas."
+        ),
     ] = "synchronous,direct,staged,auto"
     prefill_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the prefill engine.")] = 1
     decode_tp: Annotated[int, typer.Option(help="Tensor-parallel ranks of the decode engine.")] = 1

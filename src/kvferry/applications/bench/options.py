@@ -55,7 +55,7 @@ class Variant:
     @property
     def may_stage(self) -> bool:
         """Whether its endpoints may have staging memory."""
-        return bool(self.settings["path"] != "direct")
+        return self.settings["path"] in ("auto", "staged")
 
 
 BY_LAYER = ", by layer"
@@ -71,6 +71,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
             Variant("synchronous", {"path": "direct", "synchronous": True}),
             Variant(DIRECT, {"path": "direct"}),
             Variant("staged", {"path": "staged"}),
+            Variant("mapped", {"path": "mapped"}),
             Variant("auto", {"path": "auto"}),
         )
     }

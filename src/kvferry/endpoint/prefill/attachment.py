@@ -252,7 +252,10 @@ def attach(
     check_exchangeable(mine.layout, message.layout, source_name="prefill", destination_name="decode")
     check_token_share(message.layout, message.coordinates)
     if message.transport != transport.name:
-        raise IncompatiblePeerError(f"transport: prefill uses {transport.name}, decode {message.transport}")
+        raise IncompatiblePeerError(
+            f"transport: prefill uses {transport.name}, decode {message.transport}; KVFERRY_TRANSPORT, and whether "
+            "KVFERRY_PATH is mapped, must be the same"
+        )
     pieces = [piece for piece in message.pieces if mine.coordinates.group_rank in piece.holders]
     plan = PairPlan(mine.layout, message.layout, pieces)
     # Checked before connecting, which would end an earlier connection to the endpoint of that name.

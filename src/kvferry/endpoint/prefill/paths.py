@@ -119,8 +119,8 @@ class SendingStaging:
         self._calibration: Calibration | None = None
         self._problem = ""
         self.source_memories: tuple[SourceMemory, ...] = ()
-        if settings.forced_path is TransferPath.DIRECT:
-            self._problem = "the prefill side forces the direct path (KVFERRY_PATH)"
+        if settings.forced_path not in (None, TransferPath.STAGED):
+            self._problem = f"the prefill side forces the {settings.path} path (KVFERRY_PATH)"
             return
         try:
             self._take_memory()
@@ -181,9 +181,10 @@ class SendingStaging:
         forced = mine or theirs
         if not plan.pieces:
             return PathChooser(plan, forced=None, staged=None, problem="nothing is sent there")
-        problem = (
-            self._why_not_staged(message, plan) if forced is not TransferPath.DIRECT else "the direct path is forced"
-        )
+        if forced is None or forced is TransferPath.STAGED:
+            problem = self._why_not_staged(message, plan)
+        else:
+            problem = f"the {forced.value} path is forced"
         if problem and forced is TransferPath.STAGED:
             raise IncompatiblePeerError(f"path: staged is forced (KVFERRY_PATH), but cannot be taken: {problem}")
         why = ""

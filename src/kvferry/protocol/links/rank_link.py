@@ -109,7 +109,8 @@ class RankLink:
         name = f"prefill rank {self.number} of {registration.engine!r}"
         if welcome.transport != mine.transport:
             raise IncompatiblePeerError(
-                f"transport: {name} uses {welcome.transport}, this decode rank {mine.transport}"
+                f"transport: {name} uses {welcome.transport}, this decode rank {mine.transport}; KVFERRY_TRANSPORT, "
+                "and whether KVFERRY_PATH is mapped, must be the same"
             )
         check_required(welcome.requires, mine.features, peer=name)
         check_token_share(welcome.layout, welcome.coordinates)

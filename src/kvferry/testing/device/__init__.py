@@ -7,8 +7,8 @@ checked when the second is queued, so that a run that went well by luck fails al
 
 from __future__ import annotations
 
-from kvferry.testing.device.device import Counts, DeviceEvent, FakeDevice, FakeStream
-from kvferry.testing.device.fake_accelerator import FakeAccelerator, FakeResources
+from kvferry.testing.device.device import Counts, DeviceEvent, FakeDevice, FakeStream, IllegalAddressError
+from kvferry.testing.device.fake_accelerator import FakeAccelerator, FakeResources, FakeSharing
 from kvferry.testing.device.ordering import Operation, Ordering, UnorderedAccessError, ranges_of
 from kvferry.testing.device.wire import DeviceTransport
 
@@ -19,7 +19,9 @@ __all__ = [
     "FakeAccelerator",
     "FakeDevice",
     "FakeResources",
+    "FakeSharing",
     "FakeStream",
+    "IllegalAddressError",
     "Operation",
     "Ordering",
     "UnorderedAccessError",

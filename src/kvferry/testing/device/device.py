@@ -8,9 +8,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
+from kvferry.layout import Region
 from kvferry.testing.device.ordering import HOST, Operation, Ordering, Ranges, UnorderedAccessError
 
+Addresses = NDArray[np.int64]
+
 _PAUSE_S = 1e-4
+_PAGE_BYTES = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +54,8 @@ class Counts:
         unbound: those that looked at its events without: each makes a context on the first GPU, whichever this one is.
         compiled: variants of the kernel that were compiled: alignment, loops, whether it gathers.
         compiled_late: those that were compiled by a launch that copied something, which had to wait for it.
+        compiled_runs: variants of the kernel from addresses to addresses that were compiled: alignments.
+        compiled_runs_late: as `compiled_late`.
     """
 
     uploads: int = 0
@@ -56,6 +65,8 @@ class Counts:
     unbound: set[str] = field(default_factory=set)
     compiled: set[tuple[int, int, bool]] = field(default_factory=set)
     compiled_late: list[tuple[int, int, bool]] = field(default_factory=list)
+    compiled_runs: set[int] = field(default_factory=set)
+    compiled_runs_late: list[int] = field(default_factory=list)
 
 
 class FakeDevice:
@@ -66,6 +77,7 @@ class FakeDevice:
         violations: every access that nothing ordered; whoever queued it got it as an exception as well.
         problems: what work has raised when it was done.
         log: what was queued, done, and seen by the host to be done, in order: (which of the three, operation).
+        mappings: memory that processes share.
     """
 
     def __init__(self, seed: int = 0, *, waits: int = 0) -> None:
@@ -84,6 +96,7 @@ class FakeDevice:
         # Guards all of it: work is queued, and done, by whichever thread comes along.
         self._lock = threading.RLock()
         self._ordering = Ordering()
+        self.mappings = Mappings(self, self._lock)
         self._queued: list[Work] = []
         self._streams = 0
         self._writes = 0
@@ -147,6 +160,19 @@ class FakeDevice:
             except UnorderedAccessError as error:
                 self.violations.append(error)
 
+    def check_seen(self, name: str, works: Sequence[Work]) -> None:
+        """Checks that the host has seen the end of some work, before it does what would not go well beside it.
+
+        Raises:
+            UnorderedAccessError: naming what the host has not waited for.
+        """
+        with self._lock:
+            for work in works:
+                if not self._ordering.is_seen(work.operation):
+                    error = UnorderedAccessError(f"{name}, and the host has not seen the end of {work.operation}")
+                    self.violations.append(error)
+                    raise error
+
     def look(self, work: Work) -> bool:
         """Returns whether work is done, after something may have been done; if so, the host has seen it."""
         with self._lock:
@@ -199,6 +225,108 @@ class FakeDevice:
         self.log.append(("done", work.operation.name))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Mapping:
+    """Memory that is mapped.
+
+    Attributes:
+        memory: where it is in the process that shares it.
+        address: where it is mapped.
+        used_by: what was queued that uses the mapping.
+    """
+
+    memory: Region
+    address: int
+    used_by: list[Work] = field(default_factory=list)
+
+
+class IllegalAddressError(RuntimeError):
+    """A kernel used an address that is nothing in its process. On a GPU, its process can use it no more."""
+
+
+class Mappings:
+    """Memory that processes share, mapped at addresses that only the device knows: the host would fault there."""
+
+    def __init__(self, device: FakeDevice, lock: threading.RLock) -> None:
+        """Begins with nothing shared.
+
+        Args:
+            device: whose kernels use the mappings.
+            lock: the device's, since its work looks here.
+        """
+        self._device = device
+        self._lock = lock
+        self._shared: dict[bytes, Region] = {}
+        self._mapped: dict[int, list[Mapping]] = {}  # by address, as often as it is mapped
+        self._next = 1 << 60
+
+    @property
+    def count(self) -> int:
+        """How many mappings there are."""
+        with self._lock:
+            return sum(len(each) for each in self._mapped.values())
+
+    def share(self, memory: Region) -> bytes:
+        """Returns a handle of some memory, the same for the same."""
+        with self._lock:
+            handle = f"{memory.address:x} {memory.length:x}".encode()
+            self._shared[handle] = memory
+            return handle
+
+    def map(self, handle: bytes) -> int:
+        """Maps memory, and returns where: at the same address if it is mapped already.
+
+        Raises:
+            IllegalAddressError: if nobody shares it.
+        """
+        with self._lock:
+            if handle not in self._shared:
+                raise IllegalAddressError(f"nobody shares memory by the handle {handle!r}")
+            memory = self._shared[handle]
+            known = next((each for each in self._mapped.values() if each[0].memory == memory), [])
+            if not known:
+                # Within a page, addresses are what they are where the memory is.
+                at = self._next + memory.address % _PAGE_BYTES
+                self._next += -(-(memory.length + 2 * _PAGE_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+                self._mapped[at] = known
+                known.append(Mapping(memory, at))
+            else:
+                known.append(known[0])
+            return known[0].address
+
+    def unmap(self, address: int) -> None:
+        """Ends a mapping.
+
+        Raises:
+            UnorderedAccessError: if the host has not seen the end of all that uses it.
+        """
+        with self._lock:
+            its = self._mapped[address]
+            if len(its) == 1:
+                self._device.check_seen(f"the mapping at {address:#x} is closed", its[0].used_by)
+                del self._mapped[address]
+            else:
+                its.pop()
+
+    def translated(self, addresses: Addresses, length: int) -> tuple[Addresses, set[Mapping]]:
+        """Returns where memory is that lies at mapped addresses, and by which mappings.
+
+        Raises:
+            IllegalAddressError: if an address is not mapped.
+        """
+        found = np.full_like(addresses, -1)
+        used: set[Mapping] = set()
+        with self._lock:
+            for address, (mapping, *_) in self._mapped.items():
+                inside = (addresses >= address) & (addresses + length <= address + mapping.memory.length)
+                found[inside] = addresses[inside] - address + mapping.memory.address
+                used |= {mapping} if inside.any() else set()
+        if (found == -1).any():
+            outside = int(addresses[found == -1][0])
+            raise IllegalAddressError(f"{length} bytes at {outside:#x} are not mapped")
+        return found, used
+
+
 class FakeStream:
     """A stream: does what it is given in order."""
 
@@ -215,8 +343,8 @@ class FakeStream:
         *,
         reads: Ranges | None = None,
         writes: Ranges | None = None,
-    ) -> None:
-        """Queues a kernel, or a copy; raises as `FakeDevice.queue`.
+    ) -> Work:
+        """Queues a kernel, or a copy, and returns it; raises as `FakeDevice.queue`.
 
         Args:
             name: what it does, in words.
@@ -227,6 +355,7 @@ class FakeStream:
         after = [*([self._last] if self._last is not None else []), *self._awaited]
         self._last = self._device.queue(name, self.name, does, after=after, reads=reads, writes=writes)
         self._awaited = []
+        return self._last
 
     def record_event(self) -> DeviceEvent:
         """Records an event behind all that was queued."""

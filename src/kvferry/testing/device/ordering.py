@@ -108,6 +108,10 @@ class Ordering:
             each for each in self._accesses if self._host.get(each.operation.agent, 0) < each.operation.number
         ]
 
+    def is_seen(self, operation: Operation) -> bool:
+        """Whether the host knows that an operation has come to pass."""
+        return self._host.get(operation.agent, 0) >= operation.number
+
     def _check(self, access: _Access) -> None:
         for earlier in self._accesses:
             if not (access.is_write or earlier.is_write) or earlier.operation is access.operation:

@@ -19,7 +19,7 @@ from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
-from kvferry.errors import RegistryUnreachableError
+from kvferry.errors import RegistryUnreachableError, TransportUnavailableError
 from kvferry.layout import Device, RankLayout, Region
 from kvferry.observe.status import ThreadStatus
 from kvferry.plan import PathCosts
@@ -34,6 +34,7 @@ from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.kernels import StartArray
 from kvferry.staging.resources import StagingResources
+from kvferry.staging.sharing import MappedCopies
 from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import Transport
@@ -122,6 +123,9 @@ class SimulatedResources(StagingResources):
 
     def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
         return ""
+
+    def mapped_copies(self, device: Device) -> MappedCopies:
+        raise TransportUnavailableError(f"nobody can map memory on {device} in the simulation")
 
     def bind_thread(self, device: Device) -> None:
         pass

@@ -80,8 +80,9 @@ class NixlTransport(Transport):
     def from_settings(cls, settings: Settings, endpoint_name: str, *, writes: bool) -> NixlTransport:
         parameters = {}
         # A write of several descriptors is shared by the threads; one of a single descriptor is a bulk write from
-        # staging memory, or small. Where all are such, the threads would only cost a connection each to every peer.
-        is_shared = writes and settings.forced_path is not TransferPath.STAGED
+        # staging memory, or small. Where all are such, or a kernel copies, the threads would only cost a connection
+        # each to every peer.
+        is_shared = writes and settings.forced_path in (None, TransferPath.DIRECT)
         if settings.nixl_backend == "UCX":
             # Else UCX waits for TCP's connection while it holds everybody up: minutes, where packets get lost.
             configuration = ["TCP_CONN_NB=y"]
