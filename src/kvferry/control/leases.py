@@ -16,14 +16,18 @@ The rules:
    A rank that was closed removed its own; a rank that died cannot renew. So after one lease at most the new
    start is accepted, if it keeps trying. Refusals that last longer mean that the earlier start is still
    running, and they name its address.
+5. The more ranks there are, the less often each renews: all of them together at most `RENEWALS_PER_S` times a second.
+   A lease lasts from one renewal to after the next, so that those of many ranks are longer than those of few.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from kvferry.control.pacing import Pacer
 from kvferry.control.registration_rules import (
     check_agreement,
     named,
@@ -32,6 +36,7 @@ from kvferry.control.registration_rules import (
     unknown,
     view_of,
 )
+from kvferry.control.registry import Grant
 from kvferry.errors import RegistrationRefusedError, SettingsError
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import (
@@ -45,11 +50,39 @@ from kvferry.protocol.wire.registrations import (
 )
 
 
+RENEWALS_PER_S = 200
+"""How many registrations are renewed in a second, at most. Each takes 0.2 to 0.4 ms of a core."""
+
+RETURNS_PER_S = 1000
+"""How many ranks come back in a second, at most, to a registry that was away: three times as busy for a short time."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Lease:
+    """That a rank is registered.
+
+    Attributes:
+        replaced_incarnations: those that the rank had before.
+    """
+
     registration: RankRegistration
     expires_at: float
     replaced_incarnations: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Engine:
+    """An engine that has, or had a moment ago, live ranks.
+
+    Attributes:
+        leases: by engine rank.
+        revision: grows with every change of what is registered.
+        holds_until: before which no lease runs out.
+    """
+
+    leases: dict[int, _Lease] = field(default_factory=dict)
+    revision: int = 0
+    holds_until: float = math.inf
 
 
 class Leases:
@@ -73,7 +106,10 @@ class Leases:
         self._lease_s = lease_s
         self._max_engines = max_engines
         self._max_ranks = max_ranks
-        self._leases_by_engine: dict[str, dict[int, _Lease]] = {}
+        self._engines: dict[str, _Engine] = {}
+        self._num_ranks = 0
+        self._revisions = itertools.count(1)  # one for all engines: one that is forgotten and returns has another
+        self._renewals = Pacer(RENEWALS_PER_S)
         self._released: dict[str, None] = {}  # in the order in which they were
 
     def release(self, incarnation: str, now: float) -> None:
@@ -85,41 +121,51 @@ class Leases:
         """
         check_text("the endpoint", incarnation, LONGEST_INCARNATION)
         self._drop_expired(now)
-        for leases in self._leases_by_engine.values():
-            for lease in leases.values():
+        for engine in self._engines.values():
+            for lease in engine.leases.values():
                 if lease.registration.incarnation == incarnation:
-                    raise refuse_release(lease.registration, self._lease_s)
+                    raise refuse_release(lease.registration, self._within_s(lease, now))
         remember(self._released, incarnation, None, MOST_RELEASED)
 
     def released(self) -> tuple[str, ...]:
         """Returns the starts of ranks that operators have released."""
         return tuple(self._released)
 
-    def register(self, registration: RankRegistration, now: float) -> float:
-        """Grants or renews a rank's lease.
-
-        Returns:
-            How long the lease lasts from `now`, in seconds.
+    def register(self, registration: RankRegistration, now: float) -> Grant:
+        """Grants or renews a rank's lease. Its times count from `now`.
 
         Raises:
             RegistrationRefusedError: if the rank disagrees with live ranks of its engine, was replaced by a
                 newer start of the same rank, or there is no room. The registrations are as they were before.
         """
-        engine, rank = registration.engine, registration.engine_rank
-        leases = self._live_leases(engine, now)
-        held = leases.get(rank)
+        name, rank = registration.engine, registration.engine_rank
+        engine = self._live(name, now)
+        held = engine.leases.get(rank)
         replaced: tuple[str, ...] = ()
         if held is not None:
             replaced = replaced_by(registration, held.registration, held.replaced_incarnations)
         # The live others agree with one another, so to agree with one of them is to agree with all.
-        other = next((lease.registration for number, lease in leases.items() if number != rank), None)
+        other = next((lease for number, lease in engine.leases.items() if number != rank), None)
         if other is not None:
-            check_agreement(registration, other, self._lease_s)
+            check_agreement(registration, other.registration, self._within_s(other, now))
         if held is None:
             self._check_room(registration, now)
-        lease = _Lease(registration, now + self._lease_s, replaced)
-        self._leases_by_engine.setdefault(engine, {})[rank] = lease
-        return self._lease_s
+            self._num_ranks += 1
+        if held is None or held.registration != registration:
+            engine.revision = next(self._revisions)
+        grant = self._grant(now)
+        engine.leases[rank] = _Lease(registration, now + grant.lease_s, replaced)
+        engine.holds_until = min(engine.holds_until, now + grant.lease_s)
+        self._engines[name] = engine
+        return grant
+
+    def _grant(self, now: float) -> Grant:
+        third_s, return_s = self._lease_s / 3, self._num_ranks / RETURNS_PER_S
+        longest_s = third_s + self._num_ranks / RENEWALS_PER_S
+        renew_s = self._renewals.turn_in_s(now, soonest_s=third_s, longest_s=longest_s)
+        # Time to try again where a renewal fails, as those do that wait for their turn to come back.
+        lease_s = max(self._lease_s, renew_s + self._lease_s / 2 + 2 * return_s)
+        return Grant(lease_s, renew_s, return_s)
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         """Ends a rank's lease, if this incarnation holds it.
@@ -129,39 +175,59 @@ class Leases:
         Returns:
             Whether a lease was ended.
         """
-        leases = self._leases_by_engine.get(engine, {})
-        held = leases.get(engine_rank)
-        if held is None or held.registration.incarnation != incarnation:
+        known = self._engines.get(engine)
+        held = known.leases.get(engine_rank) if known is not None else None
+        if known is None or held is None or held.registration.incarnation != incarnation:
             return False
-        del leases[engine_rank]
-        if not leases:
-            del self._leases_by_engine[engine]
+        self._drop(known, engine_rank)
+        if not known.leases:
+            del self._engines[engine]
         return True
 
     def engine(self, name: str, now: float) -> EngineView:
         """Returns the live ranks of one engine; a view without any, and with others' names, if there are none."""
-        leases = self._live_leases(name, now)
+        leases = self._live(name, now).leases
         if leases:
             return _view(name, leases.values())
         self._drop_expired(now)
-        return unknown(name, tuple(sorted(self._leases_by_engine)))
+        return unknown(name, tuple(sorted(self._engines)))
+
+    def revision(self, name: str, now: float) -> int:
+        """Returns a number that another one takes the place of when what `engine` returns has changed; 0 without ranks."""
+        return self._live(name, now).revision
 
     def engines(self, now: float) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name."""
         self._drop_expired(now)
-        return tuple(_view(name, leases.values()) for name, leases in sorted(self._leases_by_engine.items()))
+        return tuple(_view(name, engine.leases.values()) for name, engine in sorted(self._engines.items()))
 
-    def _live_leases(self, engine: str, now: float) -> dict[int, _Lease]:
-        leases = self._leases_by_engine.get(engine, {})
-        for rank in [rank for rank, lease in leases.items() if lease.expires_at <= now]:
-            del leases[rank]
-        if not leases:
-            self._leases_by_engine.pop(engine, None)
-        return leases
+    def _live(self, name: str, now: float) -> _Engine:
+        """Returns an engine without the leases that have run out; a new one if none is left."""
+        engine = self._engines.get(name)
+        if engine is None:
+            return _Engine()
+        if now < engine.holds_until and engine.leases:
+            return engine
+        for rank in [rank for rank, lease in engine.leases.items() if lease.expires_at <= now]:
+            self._drop(engine, rank)
+        engine.holds_until = min((lease.expires_at for lease in engine.leases.values()), default=math.inf)
+        if engine.leases:
+            return engine
+        del self._engines[name]
+        return _Engine()
+
+    def _drop(self, engine: _Engine, rank: int) -> None:
+        del engine.leases[rank]
+        engine.revision = next(self._revisions)
+        self._num_ranks -= 1
 
     def _drop_expired(self, now: float) -> None:
-        for engine in list(self._leases_by_engine):
-            self._live_leases(engine, now)
+        for name in list(self._engines):
+            self._live(name, now)
+
+    def _within_s(self, lease: _Lease, now: float) -> float:
+        """Within how many seconds a lease runs out if it is not renewed, for people: rounded up."""
+        return max(self._lease_s, math.ceil(lease.expires_at - now))
 
     def _check_room(self, registration: RankRegistration, now: float) -> None:
         if registration.world_size > self._max_ranks:
@@ -174,19 +240,16 @@ class Leases:
         self._drop_expired(now)
         if self._is_full_for(registration.engine):
             raise RegistrationRefusedError(
-                f"there is no room for {named(registration)}: the registry holds {self._rank_count()} live "
-                f"ranks of at most {self._max_ranks}, in {len(self._leases_by_engine)} engines of at most "
+                f"there is no room for {named(registration)}: the registry holds {self._num_ranks} live "
+                f"ranks of at most {self._max_ranks}, in {len(self._engines)} engines of at most "
                 f"{self._max_engines}"
             )
 
-    def _is_full_for(self, engine: str) -> bool:
-        is_new_engine = engine not in self._leases_by_engine
-        if is_new_engine and len(self._leases_by_engine) >= self._max_engines:
+    def _is_full_for(self, name: str) -> bool:
+        is_new_engine = name not in self._engines
+        if is_new_engine and len(self._engines) >= self._max_engines:
             return True
-        return self._rank_count() >= self._max_ranks
-
-    def _rank_count(self) -> int:
-        return sum(map(len, self._leases_by_engine.values()))
+        return self._num_ranks >= self._max_ranks
 
 
 def _view(engine: str, leases: Iterable[_Lease]) -> EngineView:

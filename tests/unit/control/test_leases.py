@@ -26,7 +26,7 @@ def live_ranks(view: EngineView) -> list[int]:
 
 def test_an_engine_is_complete_once_every_rank_has_registered():
     registrations = Leases(LEASE_S)
-    assert registrations.register(rank(1), now=0.0) == LEASE_S
+    assert registrations.register(rank(1), now=0.0).lease_s == LEASE_S
     partial = registrations.engine("prefill", now=0.0)
     assert (live_ranks(partial), partial.world_size, partial.complete) == ([1], 2, False)
     registrations.register(rank(0), now=1.0)
@@ -329,7 +329,7 @@ class RegistryRules(RuleBasedStateMachine):
         registration = rank(number % tp_size, tp_size, incarnation=incarnation, engine=engine, layout_digest=digest)
         welcome = self.is_welcome(registration)
         try:
-            assert self.registrations.register(registration, self.now) == LEASE_S
+            assert self.registrations.register(registration, self.now).lease_s == LEASE_S
         except RegistrationRefusedError:
             assert not welcome
         else:
