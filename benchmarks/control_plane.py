@@ -39,9 +39,9 @@ from typing import Any
 
 import msgspec
 import psutil
+from benchmarks.growing_costs import Executors
 
 import kvferry as kf
-from benchmarks.growing_costs import Executors
 from kvferry.control.channel import most_connections
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.etcd_registry import EtcdRegistry
@@ -51,6 +51,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import Lease
 from kvferry.control.renewals import Renewals
 from kvferry.endpoint.runtime.threads import Loop
+from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates, RankLayout, ShardedComponent, VirtualPools, virtual_layout
 from kvferry.layout.component import attention_components, latent_component
 from kvferry.protocol.links.link import LinkKey, LinkState
@@ -152,7 +153,7 @@ class Rank:
                 self._happened.failed(error)
                 self._hang_up()
                 self.is_registered = False
-                await asyncio.sleep(self._renewals.failed())
+                await asyncio.sleep(self._renewals.failed(timed_out=isinstance(error, asyncio.TimeoutError)))
                 continue
             self.is_registered = True
             self._happened.granted()
@@ -201,7 +202,9 @@ class Happened:
         self.failures[int(time.monotonic()), type(error).__name__] += 1
 
 
-def ranks_of_a_process(numbers: Sequence[int], port: int, connection: multiprocessing.connection.Connection) -> None:
+def ranks_of_a_process(
+    numbers: Sequence[int], port: int, start_s: float, connection: multiprocessing.connection.Connection
+) -> None:
     """Keeps ranks registered, and says when asked how many are and what has happened."""
 
     async def main() -> None:
@@ -211,7 +214,7 @@ def ranks_of_a_process(numbers: Sequence[int], port: int, connection: multiproce
         tasks = []
         for rank in ranks:
             tasks.append(asyncio.ensure_future(rank.run()))
-            await asyncio.sleep(1e-3 * PROCESSES)
+            await asyncio.sleep(start_s / len(numbers))
         loop = asyncio.get_running_loop()
         while (await loop.run_in_executor(None, connection.recv)) is not None:
             registered = sum(rank.is_registered for rank in ranks)
@@ -231,14 +234,14 @@ def _raise_limit() -> None:
 class Ranks:
     """Ranks in processes of their own."""
 
-    def __init__(self, count: int, port: int) -> None:
+    def __init__(self, count: int, port: int, start_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._connections = []
         for first in range(PROCESSES):
             ours, theirs = context.Pipe()
             numbers = range(first, count, PROCESSES)
-            process = context.Process(target=ranks_of_a_process, args=(numbers, port, theirs), daemon=True)
+            process = context.Process(target=ranks_of_a_process, args=(numbers, port, start_s, theirs), daemon=True)
             process.start()
             self._processes.append(process)
             self._connections.append(ours)
@@ -275,9 +278,9 @@ class Ranks:
 def registry_load(options: argparse.Namespace) -> dict[str, Any]:
     """Steady state, a restart, and look-ups."""
     registry = Registry(options.lease_s)
-    ranks = Ranks(options.ranks, registry.port)
+    ranks = Ranks(options.ranks, registry.port, options.start_s)
     try:
-        ranks.wait_for(options.ranks)
+        ranks.wait_for(options.ranks, options.start_s + 120)
         time.sleep(options.settle_s)  # until every rank has renewed, and goes on by what it was told then
         before, begun_at, (_, granted_before, _) = registry.cpu_s, time.monotonic(), ranks.ask()
         time.sleep(options.seconds)
@@ -364,7 +367,7 @@ def etcd_ranks(
     """Keeps ranks registered by one client, when they are due."""
     _raise_limit()
     renewals: dict[int, Renewals] = {number: Renewals() for number in numbers}
-    due = [(time.monotonic() + random.uniform(0, lease_s), number) for number in numbers]  # noqa: S311
+    due = [(time.monotonic() + random.uniform(0, lease_s), number) for number in numbers]
     heapq.heapify(due)
     registered, failed, asked = set[int](), 0, 0
     with EtcdRegistry(url, lease_s) as client:
@@ -380,7 +383,7 @@ def etcd_ranks(
             try:
                 wait_s = renewals[number].granted(client.grant(registration(number)))
                 registered.add(number)
-            except kf.KVFerryError:
+            except KVFerryError:
                 wait_s = renewals[number].failed()
                 registered.discard(number)
                 failed += 1
@@ -417,7 +420,7 @@ def etcd_load(options: argparse.Namespace) -> dict[str, Any]:
                 try:
                     client.engines()
                     break
-                except kf.KVFerryError:
+                except KVFerryError:
                     assert time.monotonic() < until, "etcd did not start"
                     time.sleep(0.1)
         processes, connections = [], []
@@ -473,7 +476,7 @@ class Machine(SimulatedPlatform):
         super().__init__(
             "machine",
             time.monotonic,
-            random.Random(number),  # noqa: S311
+            random.Random(number),
             ControlNetwork(lambda: False),
             registry,
             address="",
@@ -495,7 +498,7 @@ class Machine(SimulatedPlatform):
 
 
 def layout(shape: str, coordinates: RankCoordinates) -> RankLayout:
-    """A rank's part of a cache of 61 layers: keys and values of 64 heads, divided, or a latent that every rank holds."""
+    """A rank's part of a cache of 61 layers: keys and values of 64 heads, divided, or a latent that all ranks hold."""
     layers = tuple(range(LAYERS))
     if shape == "MLA":
         latent = latent_component(num_layers=LAYERS, latent_dim=576, dtype="bfloat16")
@@ -551,7 +554,7 @@ class Engines:
         for endpoint in self.decoders:
             links, deadline = endpoint._driver.rooms.links, begun_at + 600
 
-            def begin(now: float, links: Any = links, deadline: float = deadline) -> None:
+            def begin(_now: float, links: Any = links, deadline: float = deadline) -> None:
                 links.to(LinkKey("prefill", 0), deadline)
 
             endpoint._driver.context.submit(begin)
@@ -612,10 +615,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=10_000, help="ranks at the registry; 0 leaves it out")
     parser.add_argument("--lease-s", type=float, default=10.0)
+    parser.add_argument("--start-s", type=float, default=20.0, help="over how long ranks start")
     parser.add_argument("--settle-s", type=float, default=60.0, help="from when all are registered until it counts")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the steady state is watched")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long the registry is away")
-    parser.add_argument("--attach", default="8x8,64x64", help="prefill times decode ranks, by comma; empty leaves it out")
+    parser.add_argument("--attach", default="8x8,64x64", help="prefill times decode ranks, by comma; empty for none")
     parser.add_argument("--etcd", help="the program of an etcd to measure as well")
     parser.add_argument("--etcd-ranks", type=int, default=1024)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -633,7 +637,9 @@ def main() -> None:
         return
     for name, values in found.items():
         for row in values if isinstance(values, list) else [values]:
-            shown = (f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items())
+            shown = (
+                f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()
+            )
             print(f"{name}: {', '.join(shown)}")
 
 

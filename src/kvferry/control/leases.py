@@ -49,7 +49,6 @@ from kvferry.protocol.wire.registrations import (
     check_text,
 )
 
-
 RENEWALS_PER_S = 200
 """How many registrations are renewed in a second, at most. Each takes 0.2 to 0.4 ms of a core."""
 
@@ -193,7 +192,7 @@ class Leases:
         return unknown(name, tuple(sorted(self._engines)))
 
     def revision(self, name: str, now: float) -> int:
-        """Returns a number that another one takes the place of when what `engine` returns has changed; 0 without ranks."""
+        """Returns a number that is another one whenever what `engine` returns has changed; 0 without live ranks."""
         return self._live(name, now).revision
 
     def engines(self, now: float) -> tuple[EngineView, ...]:

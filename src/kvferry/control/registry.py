@@ -27,7 +27,8 @@ class Grant:
     Attributes:
         lease_s: how long the registration lasts without being renewed, in seconds.
         renew_s: after how many seconds to renew it: the later, the more ranks there are.
-        return_s: over how many seconds to spread what ranks do at once, such as coming back to a registry that was away.
+        return_s: over how many seconds to spread what ranks do at once, such as coming back to a registry that was
+            away.
     """
 
     lease_s: float

@@ -320,6 +320,8 @@ class RegistryClient(Registry):
         return answer
 
     def _unreachable(self, error: Exception) -> RegistryUnreachableError:
+        import httpx
+
         cause = str(error) or type(error).__name__
         remedy = "check that it runs, that the url is right, and that no firewall stands between"
         if "SSL" in cause:
@@ -329,9 +331,11 @@ class RegistryClient(Registry):
             )
         elif "disconnected" in cause:
             remedy += "; one with TLS has an https url"
-        return RegistryUnreachableError(
+        unreachable = RegistryUnreachableError(
             f"the registry at {self._url} cannot be reached ({type(error).__name__}: {cause}): {remedy}"
         )
+        unreachable.timed_out = isinstance(error, httpx.TimeoutException)
+        return unreachable
 
     def _no_access(self) -> RegistryAccessError:
         mine = "this side knows none" if self._token is None else "this side knows another"
@@ -501,7 +505,7 @@ class LeaseKeeper:
             if is_unwanted or self._now() >= self._lease_ends_at:
                 self.registered.clear()
             self._report(error)
-            return self._renewals.failed()
+            return self._renewals.failed(timed_out=isinstance(error, RegistryUnreachableError) and error.timed_out)
         self._lease_ends_at = asked_at + grant.lease_s
         self.last_error = None
         self.registered.set()

@@ -8,10 +8,11 @@
     GET    /v1/released                                           -> Released
     GET    /health                                                -> Health
 
-All bodies are JSON. Every answer that is not a success is a `Problem`. The answer about an engine has an `ETag`: whoever
-sends it back with `If-None-Match` gets status 304 and no body where nothing has changed. Where ranks of the engine are
-missing, `Retry-After` says in how many seconds to ask again, if many ask. A registry with a secret refuses every request
+All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret refuses every request
 without `Authorization: Bearer` and the token that comes of it (`credentials`): status 401, and the connection ends.
+
+The answer about an engine has an `ETag`: whoever sends it back with `If-None-Match` gets status 304 and no body where
+nothing has changed. Where ranks of it are missing, `Retry-After` says in how many seconds to ask again, if many ask.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A registration was granted: it lasts `lease_s` seconds unless it is renewed.
 
     Attributes:
-        renew_s: after how many seconds to renew it; None stands for a third of the lease, as before there was this field.
+        renew_s: after how many seconds to renew it; a third of the lease if None, as registries of older releases have
+            it.
         return_s: over how many seconds to spread what ranks do at once, as in `Grant`.
     """
 

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from kvferry.control.registry import Grant
 from kvferry.errors import SettingsError
 
+LONGEST_BUSY_S = 16.0
+"""The longest wait where a registry does not answer in time, again and again: it is reached after half a minute."""
+
 
 class Renewals:
     """How long a rank waits until it asks again.
@@ -52,11 +55,17 @@ class Renewals:
         self._return_s = grant.return_s
         return grant.renew_s
 
-    def failed(self) -> float:
-        """Returns how long to wait after a failure."""
+    def failed(self, *, timed_out: bool = False) -> float:
+        """Returns how long to wait after a failure.
+
+        Args:
+            timed_out: whether the registry took the request and did not answer in time. It may have more to do than it
+                can, and then what helps is to ask less: the wait goes on doubling, up to `LONGEST_BUSY_S`.
+        """
+        longest_s = max(LONGEST_BUSY_S, self._longest_retry_s) if timed_out else self._longest_retry_s
         # Shortened by a quarter on average, so that all ranks together take as long as the registry said.
-        wait_s = max(self._retry_s, self._return_s * 4 / 3) * self._jitter()
-        self._retry_s = min(2 * self._retry_s, self._longest_retry_s)
+        wait_s = max(min(self._retry_s, longest_s), self._return_s * 4 / 3) * self._jitter()
+        self._retry_s = min(2 * self._retry_s, max(LONGEST_BUSY_S, self._longest_retry_s))
         return wait_s
 
     def hung_up(self) -> float:

@@ -28,8 +28,8 @@ from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry._version import __version__
-from kvferry.control.registry_app import registry_app
 from kvferry.control.registry import Grant
+from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_messages import API_VERSION, LARGEST_BODY_BYTES
 from kvferry.control.registry_server import RegistryServer

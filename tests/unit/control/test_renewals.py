@@ -1,4 +1,4 @@
-"""Many ranks at one registry: how often they ask, counted in a simulation of the two sides' own code. No clock, no network."""
+"""Many ranks at one registry: how often they ask, counted in a simulation of both sides' code, without a clock."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_a_pacer_gives_turns_one_after_the_other_and_none_too_late():
 
 @pytest.mark.parametrize("waits", [(0.0, 1.0), (2.0, 1.0), (1.0, float("inf"))])
 def test_impossible_waits_are_refused(waits: tuple[float, float]):
-    with pytest.raises(SettingsError, match="shortest_retry_s is .* longest_retry_s is"):
+    with pytest.raises(SettingsError, match=r"shortest_retry_s is .* longest_retry_s is"):
         Renewals(shortest_retry_s=waits[0], longest_retry_s=waits[1])
 
 
@@ -192,6 +192,16 @@ class OldLease(msgspec.Struct, frozen=True, kw_only=True):
     """As releases before know it."""
 
     lease_s: float
+
+
+def test_a_registry_that_is_too_busy_to_answer_is_asked_ever_less_and_one_that_is_away_every_other_second():
+    away, busy = Renewals(jitter=lambda: 1.0), Renewals(jitter=lambda: 1.0)
+    assert [away.failed() for _ in range(8)] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0])
+    waits = [busy.failed(timed_out=True) for _ in range(10)]
+    assert waits == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 16.0, 16.0])
+    assert busy.failed() == 2.0, "it is gone now"
+    busy.granted(Grant(10.0, renew_s=3.0))
+    assert busy.failed(timed_out=True) == 0.1
 
 
 def test_a_grant_is_read_by_older_ranks_and_older_registries_grants_by_us():

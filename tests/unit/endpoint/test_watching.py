@@ -12,7 +12,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from tests.unit.testing.models import pool
 
 from kvferry import DecodeEndpoint, EngineView, InProcessNetwork, InProcessTransport, RegistryClient, Settings
-from kvferry.control.registry import OnChange
+from kvferry.control.registry import Grant, OnChange
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.errors import RegistryUnreachableError
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -43,11 +43,11 @@ class Telling(RegistryClient):
         assert self.changed is not None
         self.changed(engine)
 
-    def register(self, registration: RankRegistration) -> float:
+    def grant(self, registration: RankRegistration) -> Grant:
         self.asked += 1
         if self.is_away:
             raise RegistryUnreachableError("it is away")
-        return NEVER_S
+        return Grant(NEVER_S, renew_s=NEVER_S)
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         return True
