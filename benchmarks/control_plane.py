@@ -66,7 +66,6 @@ ENGINE_RANKS = 64
 LAYERS = 61
 PROCESSES = 2
 LOOK_S = 2.0
-TIMEOUT_S = 2.0
 _LEASE = msgspec.json.Decoder(Lease)
 
 
@@ -130,7 +129,7 @@ class Registry:
 class Rank:
     """A rank that keeps itself registered, over a connection of its own, as `LeaseKeeper` does on a thread."""
 
-    def __init__(self, number: int, port: int, happened: Happened) -> None:
+    def __init__(self, number: int, port: int, timeout_s: float, happened: Happened) -> None:
         mine = registration(number)
         body = msgspec.json.encode(mine)
         self._request = (
@@ -139,6 +138,7 @@ class Rank:
             f"accept-encoding: identity\r\ncontent-length: {len(body)}\r\n\r\n"
         ).encode() + body
         self._port = port
+        self._timeout_s = timeout_s
         self._happened = happened
         self._renewals = Renewals()
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -148,7 +148,7 @@ class Rank:
         """Registers, and renews for ever."""
         while True:
             try:
-                grant = await asyncio.wait_for(self._ask(), TIMEOUT_S)
+                grant = await asyncio.wait_for(self._ask(), self._timeout_s)
             except (OSError, EOFError, asyncio.TimeoutError) as error:
                 self._happened.failed(error)
                 self._hang_up()
@@ -203,13 +203,17 @@ class Happened:
 
 
 def ranks_of_a_process(
-    numbers: Sequence[int], port: int, start_s: float, connection: multiprocessing.connection.Connection
+    numbers: Sequence[int],
+    port: int,
+    start_s: float,
+    timeout_s: float,
+    connection: multiprocessing.connection.Connection,
 ) -> None:
     """Keeps ranks registered, and says when asked how many are and what has happened."""
 
     async def main() -> None:
         happened = Happened()
-        ranks = [Rank(number, port, happened) for number in numbers]
+        ranks = [Rank(number, port, timeout_s, happened) for number in numbers]
         # Held: the loop itself would forget them. They start as a cluster does that comes up within some seconds.
         tasks = []
         for rank in ranks:
@@ -234,14 +238,16 @@ def _raise_limit() -> None:
 class Ranks:
     """Ranks in processes of their own."""
 
-    def __init__(self, count: int, port: int, start_s: float) -> None:
+    def __init__(self, count: int, port: int, start_s: float, timeout_s: float) -> None:
         context = multiprocessing.get_context("spawn")
         self._processes = []
         self._connections = []
         for first in range(PROCESSES):
             ours, theirs = context.Pipe()
             numbers = range(first, count, PROCESSES)
-            process = context.Process(target=ranks_of_a_process, args=(numbers, port, start_s, theirs), daemon=True)
+            process = context.Process(
+                target=ranks_of_a_process, args=(numbers, port, start_s, timeout_s, theirs), daemon=True
+            )
             process.start()
             self._processes.append(process)
             self._connections.append(ours)
@@ -278,9 +284,9 @@ class Ranks:
 def registry_load(options: argparse.Namespace) -> dict[str, Any]:
     """Steady state, a restart, and look-ups."""
     registry = Registry(options.lease_s)
-    ranks = Ranks(options.ranks, registry.port, options.start_s)
+    ranks = Ranks(options.ranks, registry.port, options.start_s, options.timeout_s)
     try:
-        ranks.wait_for(options.ranks, options.start_s + 120)
+        ranks.wait_for(options.ranks, options.start_s + 240)
         time.sleep(options.settle_s)  # until every rank has renewed, and goes on by what it was told then
         before, begun_at, (_, granted_before, _) = registry.cpu_s, time.monotonic(), ranks.ask()
         time.sleep(options.seconds)
@@ -328,7 +334,7 @@ def _restart(registry: Registry, ranks: Ranks, options: argparse.Namespace) -> d
     registry.start()
     back_at = time.monotonic()
     busiest, last_cpu_s, last_at, first_engine_s = 0.0, registry.cpu_s, back_at, None
-    with RegistryClient(registry.url, timeout_s=TIMEOUT_S) as client:
+    with RegistryClient(registry.url, timeout_s=options.timeout_s) as client:
         while True:
             time.sleep(0.5)
             view = client.engine("prefill-0")
@@ -341,7 +347,7 @@ def _restart(registry: Registry, ranks: Ranks, options: argparse.Namespace) -> d
             registered, grants, failures = ranks.ask()
             if registered == options.ranks:
                 break
-            assert time.monotonic() < back_at + 120, f"{registered} of {options.ranks} ranks came back"
+            assert time.monotonic() < back_at + 240, f"{registered} of {options.ranks} ranks came back"
     all_s = time.monotonic() - back_at
     # Whatever is counted in the second in which it came back may have been before.
     late = {name: 0 for _, name in failures}
@@ -522,6 +528,8 @@ class Engines:
             workers=1,
             queues=1,
             max_decode_ranks=max(64, decode_ranks),
+            # All ranks take turns on one core, so that an answer takes as long as all of them: nobody is to ask twice.
+            heartbeat_interval_s=300,
             bootstrap_timeout_s=600,
             peer_timeout_s=600,
         )
@@ -616,6 +624,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=10_000, help="ranks at the registry; 0 leaves it out")
     parser.add_argument("--lease-s", type=float, default=10.0)
     parser.add_argument("--start-s", type=float, default=20.0, help="over how long ranks start")
+    parser.add_argument("--timeout-s", type=float, default=2.0, help="how long a rank waits; longer on a busy machine")
     parser.add_argument("--settle-s", type=float, default=60.0, help="from when all are registered until it counts")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the steady state is watched")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long the registry is away")
