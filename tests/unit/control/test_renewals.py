@@ -131,7 +131,7 @@ def test_a_registry_that_comes_back_is_not_run_down_and_soon_knows_everybody(awa
     assert fleet.are_all_listed()
     assert fleet.most_in_a_second(back_at, back_at + 16) <= 1.5 * RETURNS_PER_S
     fleet.run(back_at + 200)
-    assert fleet.most_in_a_second(back_at + 80, back_at + 200) <= RENEWALS_PER_S + 1
+    assert fleet.most_in_a_second(back_at + 110, back_at + 200) <= RENEWALS_PER_S + 1
     assert fleet.are_all_listed()
 
 
@@ -168,9 +168,9 @@ def test_how_long_a_dead_rank_is_listed_grows_with_the_number_of_ranks_and_is_sa
     fleet.run(150.0)
     fleet._due = [entry for entry in fleet._due if entry[2] >= ENGINE_RANKS]  # the first engine dies
     restarted = rank(0, 2, incarnation="second", engine="prefill-0", layout_digest="other")
-    with pytest.raises(RegistrationRefusedError, match=r"lease runs out within [1-7]\d s"):
+    with pytest.raises(RegistrationRefusedError, match=r"lease runs out within [1-9]\d s"):
         fleet.leases.register(restarted, fleet.at)
-    fleet.run(150.0 + 80.0)
+    fleet.run(150.0 + 100.0)
     fleet.leases.register(restarted, fleet.at)
     assert fleet.leases.engine("prefill-0", fleet.at).registrations == (restarted,)
 
