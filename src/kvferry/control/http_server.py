@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+_BACKLOG = 256
 # How long a client may take to send a request's head, its TLS handshake included, and how many may at once: connections
 # take file descriptors of the whole process.
 _LONGEST_HEAD_S = 10
