@@ -1,6 +1,6 @@
 """What 10,000 ranks take of a registry, what they do to one that comes back, and how long many ranks take to attach.
 
-    python -m benchmarks.control_plane [--ranks 10000] [--lease-s 10] [--attach 8x8,64x64] [--etcd etcd] [--json]
+    python -m benchmarks.control_plane [--ranks 10000] [--lease-s 10] [--attach 64x16,16x64] [--etcd etcd] [--json]
 
 * **Steady**: the registry's own command as a process, and ranks in engines of 64 in processes of their own. Each rank
   has a connection of its own, kept open, registers over HTTP, and renews when `Renewals` says, as a prefill rank does.
@@ -10,7 +10,9 @@
 * **Look-ups**: CPU time of the registry for one look-up of an engine of 64 ranks: new, and unchanged.
 * **Attach**: whole prefill and decode endpoints over sockets of this machine, all threads of all ranks taking turns in
   one, so that nothing is measured but their work. Every decode rank attaches to every prefill rank. Wall-clock time of
-  all of it on that one core, and CPU time of a rank: what it takes where each rank has a core.
+  all of it on that one core, and CPU time of a rank's own threads: what it takes where each rank has a core. All ranks
+  being in one process, an attachment takes six descriptors of it: 64x64 needs a limit of 25,000 (`ulimit -Hn`). What a
+  rank does depends on how many others it attaches to: 64x16 and 16x64 show it for 64 with a quarter of that.
 * **etcd**, where `--etcd` names the program: the same ranks by `EtcdRegistry`, in a few processes.
 """
 
@@ -594,7 +596,10 @@ def attached(shape: str, size: str) -> dict[str, Any]:
     process = context.Process(target=_attach, args=(shape, size, theirs), daemon=True)
     process.start()
     theirs.close()
-    found: dict[str, Any] = ours.recv()
+    try:
+        found: dict[str, Any] = ours.recv()
+    except EOFError:
+        raise SystemExit(f"{size} ranks were not attached: see above") from None
     process.join(10)
     process.kill()
     return found
@@ -603,6 +608,8 @@ def attached(shape: str, size: str) -> dict[str, Any]:
 def _attach(shape: str, size: str, connection: multiprocessing.connection.Connection) -> None:
     _raise_limit()
     prefill, decode = map(int, size.split("x"))
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 6 * prefill * decode + 100
+    assert needed <= most, f"{size} takes {needed} open files, and this process may have {most}: raise ulimit -n"
     engines = Engines(shape, prefill, decode)
     process_s = time.process_time()
     took_s = engines.attach()
@@ -627,12 +634,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=10_000, help="ranks at the registry; 0 leaves it out")
     parser.add_argument("--lease-s", type=float, default=10.0)
-    parser.add_argument("--start-s", type=float, default=20.0, help="over how long ranks start")
+    parser.add_argument("--start-s", type=float, default=60.0, help="over how long ranks start")
     parser.add_argument("--timeout-s", type=float, default=2.0, help="how long a rank waits; longer on a busy machine")
     parser.add_argument("--settle-s", type=float, default=60.0, help="from when all are registered until it counts")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the steady state is watched")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long the registry is away")
-    parser.add_argument("--attach", default="8x8,64x64", help="prefill times decode ranks, by comma; empty for none")
+    parser.add_argument(
+        "--attach", default="8x8,64x16,16x64", help="prefill times decode ranks, by comma; empty for none"
+    )
     parser.add_argument("--etcd", help="the program of an etcd to measure as well")
     parser.add_argument("--etcd-ranks", type=int, default=1024)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

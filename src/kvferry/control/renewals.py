@@ -12,8 +12,8 @@ from collections.abc import Callable
 from kvferry.control.registry import Grant
 from kvferry.errors import SettingsError
 
-LONGEST_BUSY_S = 16.0
-"""The longest wait where a registry does not answer in time, again and again: it is reached after half a minute."""
+LONGEST_BUSY_S = 60.0
+"""The longest wait where a registry does not answer in time, again and again: it is reached after a minute."""
 
 
 class Renewals:
@@ -60,8 +60,11 @@ class Renewals:
 
         Args:
             timed_out: whether the registry took the request and did not answer in time. It may have more to do than it
-                can, and then what helps is to ask less: the wait goes on doubling, up to `LONGEST_BUSY_S`.
+                can: what it answers then is answered to those who have given up. What helps is to ask less, so the
+                waits begin with the longest of the others, and go on doubling up to `LONGEST_BUSY_S`.
         """
+        if timed_out:
+            self._retry_s = max(self._retry_s, self._longest_retry_s)
         longest_s = max(LONGEST_BUSY_S, self._longest_retry_s) if timed_out else self._longest_retry_s
         # Shortened by a quarter on average, so that all ranks together take as long as the registry said.
         wait_s = max(min(self._retry_s, longest_s), self._return_s * 4 / 3) * self._jitter()

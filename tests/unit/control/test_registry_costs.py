@@ -81,6 +81,9 @@ class TestLookUps:
         assert looked_up() == (["a", "b"], 200)
         client.register(rank(1, incarnation="c"))
         assert looked_up() == (["a", "c"], 200)
+        client.drain("prefill")
+        assert looked_up() == (["a", "c"], 200), "an engine that drains counts as unchanged"
+        assert client.engine("prefill").draining
         client.remove("prefill", 0, "a")
         assert looked_up() == (["c"], 200)
         client.remove("prefill", 1, "c")
