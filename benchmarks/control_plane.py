@@ -53,7 +53,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import Lease
 from kvferry.control.renewals import Renewals
 from kvferry.endpoint.runtime.threads import Loop
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, RegistryUnreachableError
 from kvferry.layout import RankCoordinates, RankLayout, ShardedComponent, VirtualPools, virtual_layout
 from kvferry.layout.component import attention_components, latent_component
 from kvferry.protocol.links.link import LinkKey, LinkState
@@ -340,11 +340,16 @@ def _restart(registry: Registry, ranks: Ranks, options: argparse.Namespace) -> d
     registry.start()
     back_at = time.monotonic()
     busiest, last_cpu_s, last_at, first_engine_s = 0.0, registry.cpu_s, back_at, None
+    look_ups_failed = 0
     with RegistryClient(registry.url, timeout_s=options.timeout_s) as client:
         while True:
             time.sleep(0.5)
-            view = client.engine("prefill-0")
-            if view.complete and first_engine_s is None:
+            try:
+                is_complete = client.engine("prefill-0").complete
+            except RegistryUnreachableError:
+                is_complete = False
+                look_ups_failed += 1
+            if is_complete and first_engine_s is None:
                 first_engine_s = time.monotonic() - back_at
             if time.monotonic() - last_at >= 1:
                 now, cpu_s = time.monotonic(), registry.cpu_s
@@ -366,6 +371,7 @@ def _restart(registry: Registry, ranks: Ranks, options: argparse.Namespace) -> d
         "busiest_second": max(number for second, number in grants.items() if second >= int(back_at)),
         "one_engine_complete_s": first_engine_s,
         "all_registered_s": all_s,
+        "look_ups_failed": look_ups_failed,
         "failed_after": {name: number for name, number in late.items() if number},
     }
 

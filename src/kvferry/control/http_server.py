@@ -38,7 +38,7 @@ _BACKLOG = 128
 _LONGEST_HEAD_S = 10
 _MOST_SILENT = 512
 # Longer than the time between renewals, so that a rank's connection lives as long as the rank.
-_KEEP_ALIVE_S = 120
+_KEEP_ALIVE_S = 180
 _GRACEFUL_SHUTDOWN_S = 1
 
 

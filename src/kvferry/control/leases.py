@@ -54,7 +54,7 @@ from kvferry.protocol.wire.registrations import (
     check_text,
 )
 
-RENEWALS_PER_S = 150
+RENEWALS_PER_S = 120
 """How many ranks renew in a second, at most, where there are more than three in the time of a lease for each engine."""
 
 RETURNS_PER_S = 1000

@@ -65,7 +65,7 @@ _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 # How often to look whether the registry has closed a connection.
 _LOOK_S = 2.0
 # Shorter than the server keeps an idle connection, so that a request meets none that is about to close.
-_KEEP_ALIVE_S = 110.0
+_KEEP_ALIVE_S = 170.0
 _MOST_VIEWS = 64
 
 

@@ -182,7 +182,7 @@ def test_a_rank_that_dies_among_living_ones_is_forgotten_after_its_turn_and_they
     fleet = Fleet(10_000, start_s=10.0)
     fleet.run(150.0)
     fleet.die(lambda number: number < ENGINE_RANKS and number % 2 == 0)
-    for until in range(151, 250):
+    for until in range(151, 270):
         fleet.run(float(until))
         assert fleet.listed() >= ENGINE_RANKS // 2
     assert fleet.listed() == ENGINE_RANKS // 2
