@@ -6,7 +6,9 @@ Nothing is decoded: two kilobytes of nested gzip can become a gigabyte in one st
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,12 +17,24 @@ if TYPE_CHECKING:
 _AS_IT_IS = {"accept-encoding": "identity"}
 
 
+def _cannot_be_seen() -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """An answer, whatever it says."""
+    """An answer, whatever it says.
+
+    Attributes:
+        headers: by their names in lower case.
+        has_hung_up: whether the other end has closed, since then, the connection on which the answer came. To be asked
+            while nobody else uses it. False where that cannot be seen.
+    """
 
     status: int
     body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    has_hung_up: Callable[[], bool] = field(default=_cannot_be_seen, compare=False, repr=False)
 
 
 def request(
@@ -39,7 +53,16 @@ def request(
     """
     headers = {**_AS_IT_IS, **arguments.pop("headers", {})}
     with client.stream(method, url, headers=headers, **arguments) as response:
-        return Answer(response.status_code, _body(response, most_bytes, timeout_s))
+        body = _body(response, most_bytes, timeout_s)
+    hung_up = partial(_is_readable, response.extensions.get("network_stream"))
+    # One that was closed with the answer says nothing about the other end.
+    kept = _cannot_be_seen if hung_up() else hung_up
+    return Answer(response.status_code, body, dict(response.headers), kept)
+
+
+def _is_readable(stream: Any) -> bool:
+    """Whether there is something to read, where nothing but the connection's end can be."""
+    return stream is not None and bool(stream.get_extra_info("is_readable"))
 
 
 def _body(response: httpx.Response, most_bytes: int, timeout_s: float) -> bytes:

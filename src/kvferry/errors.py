@@ -153,7 +153,13 @@ class RegistryError(KVFerryError):
 
 
 class RegistryUnreachableError(RegistryError):
-    """Nothing answered at the registry's address."""
+    """Nothing answered at the registry's address.
+
+    Attributes:
+        timed_out: whether it may be there, and too busy to answer in time.
+    """
+
+    timed_out = False
 
 
 class RegistryAccessError(RegistryError):

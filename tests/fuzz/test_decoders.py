@@ -14,6 +14,7 @@ import pytest
 from tests.fuzz.conftest import Fuzz
 from tests.fuzz.mutation import HEADER, Corpus, Mutator, as_json, tree_of
 
+from kvferry.answers import Answer
 from kvferry.control.registry_app import _decode_registration
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import EngineList, Health, Lease, Problem
@@ -153,7 +154,7 @@ class Decoders:
         body = as_json(mutator.changed(answer))
         for data in (body, mutator.damaged(body)):
             for status in (200, 400):
-                self.feed(lambda given: self._client._answer(status, given, decoder), data, RegistryError)  # noqa: B023
+                self.feed(lambda given: self._client._answer(Answer(status, given), decoder), data, RegistryError)  # noqa: B023
         return 14
 
 

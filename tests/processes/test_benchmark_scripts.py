@@ -158,6 +158,18 @@ def test_too_few_are_refused(flags: tuple[str, ...]):
 
 
 @pytest.mark.full
+def test_the_registry_and_attaching_are_measured_with_many_ranks():
+    flags = ("--ranks", "128", "--lease-s", "3", "--start-s", "1", "--settle-s", "0.5", "--seconds", "2")
+    found = printed("control_plane.py", *flags, "--away-s", "0.5", "--attach", "4x4")
+    assert found["steady"]["renewals_per_s"] > 0 < found["steady"]["us_a_renewal"]
+    assert found["steady"]["failed"] == 0
+    assert found["restart"]["all_registered_s"] > 0 < found["restart"]["busiest_second"]
+    assert found["look_ups"]["us_new"] > 0 < found["look_ups"]["us_unchanged"]
+    assert [(each["shape"], each["attachments"]) for each in found["attach"]] == [("GQA", 16), ("MLA", 16)]
+    assert all(each["seconds"] > 0 < each["prefill_ms_a_rank"] for each in found["attach"])
+
+
+@pytest.mark.full
 def test_the_standard_set_writes_its_section_from_real_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from benchmarks import standard
 

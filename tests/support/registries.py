@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
+from kvferry.control.registry import Grant
 from kvferry.control.registry_client import RegistryClient
 from kvferry.protocol.wire.registrations import RankRegistration
 
@@ -17,14 +18,14 @@ from kvferry.protocol.wire.registrations import RankRegistration
 def counted_registrations(client: RegistryClient) -> Callable[[], int]:
     """Counts what a client registers from now on, refused or not; returns how to ask for the number."""
     count = 0
-    register = client.register
+    grant = client.grant
 
-    def counted(registration: RankRegistration) -> float:
+    def counted(registration: RankRegistration) -> Grant:
         nonlocal count
         count += 1
-        return register(registration)
+        return grant(registration)
 
-    client.register = counted  # type: ignore[method-assign]
+    client.grant = counted  # type: ignore[method-assign]
     return lambda: count
 
 

@@ -29,13 +29,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 1024
+# Whoever waits for longer than clients do is answered in vain, and comes again: with too much to do, a server with a
+# long queue answers nobody in time. And all that wait are accepted at once, and again before the first are read: three
+# times as many must not be more than may be silent.
+_BACKLOG = 128
 # How long a client may take to send a request's head, its TLS handshake included, and how many may at once: connections
 # take file descriptors of the whole process.
 _LONGEST_HEAD_S = 10
 _MOST_SILENT = 512
 # Longer than the time between renewals, so that a rank's connection lives as long as the rank.
-_KEEP_ALIVE_S = 120
+_KEEP_ALIVE_S = 180
 _GRACEFUL_SHUTDOWN_S = 1
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeAlias, TypeVar
 
@@ -17,6 +18,22 @@ Self = TypeVar("Self", bound="Registry")
 
 OnChange: TypeAlias = Callable[[str | None], None]
 """Called with the name of an engine whose registrations have changed; None where any may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What a registry grants a rank that it has registered.
+
+    Attributes:
+        lease_s: how long the registration lasts without being renewed, in seconds.
+        renew_s: after how many seconds to renew it: the later, the more ranks there are.
+        return_s: over how many seconds to spread what ranks do at once, such as coming back to a registry that was
+            away.
+    """
+
+    lease_s: float
+    renew_s: float
+    return_s: float = 0.0
 
 
 class Registry(ABC):
@@ -50,6 +67,19 @@ class Registry(ABC):
         Raises:
             RegistrationRefusedError: with the registry's reason; nothing has changed.
         """
+
+    def grant(self, registration: RankRegistration) -> Grant:
+        """Does what `register` does, and says when to renew the lease."""
+        lease_s = self.register(registration)
+        return Grant(lease_s, renew_s=lease_s / 3)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the registry has closed the connection by which it granted a lease last: it may have restarted.
+
+        False where that cannot be seen.
+        """
+        return False
 
     @abstractmethod
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import math
+import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -21,11 +24,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
-from kvferry.control.leases import Leases
+from kvferry.control.leases import RENEWALS_PER_S, Leases
+from kvferry.control.pacing import Pacer
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,
     LONGEST_PROBLEM,
+    LONGEST_RETRY_S,
     UNKNOWN_ENGINE,
     EngineList,
     Health,
@@ -36,9 +41,28 @@ from kvferry.control.registry_messages import (
     ToldToDrain,
 )
 from kvferry.errors import ConfigurationError, MessageError, RegistrationRefusedError, RegistryAccessError, quoted
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import RankRegistration
 
 _REGISTRATION = msgspec.json.Decoder(RankRegistration)
+
+
+_MOST_DESCRIBED = 256
+"""Engines of which the answer is kept: with 64 ranks it takes 25 kB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """The answer about an engine.
+
+    Attributes:
+        revision: of what it says.
+        is_complete: whether it says that all ranks are there.
+    """
+
+    revision: int
+    body: bytes
+    is_complete: bool
 
 
 class _BodyTooLargeError(MessageError):
@@ -99,6 +123,9 @@ def registry_app(
         body_timeout_s: how long a client may take to send a request's body.
     """
     started_at = clock()
+    name_of_start = secrets.token_hex(8)
+    described: dict[str, _Described] = {}
+    waiting = Pacer(RENEWALS_PER_S)
 
     async def put_rank(request: Request) -> Response:
         body = await _read_body(request, body_timeout_s)
@@ -109,8 +136,9 @@ def registry_app(
                 f"the body registers rank {registration.engine_rank} of engine {registration.engine!r} under "
                 f"the path of rank {rank} of engine {engine!r}"
             )
-        lease_s = registrations.register(registration, clock())
-        return _json(Lease(lease_s=lease_s, draining=registrations.drains(registration.incarnation)))
+        grant = registrations.register(registration, clock())
+        told = registrations.drains(registration.incarnation)
+        return _json(Lease(lease_s=grant.lease_s, renew_s=grant.renew_s, return_s=grant.return_s, draining=told))
 
     async def delete_rank(request: Request) -> Response:
         incarnation = request.query_params.get("incarnation")
@@ -120,18 +148,33 @@ def registry_app(
         return _json(Removal(removed=removed))
 
     async def get_engine(request: Request) -> Response:
-        name = request.path_params["engine"]
-        view = registrations.engine(name, clock())
-        if not view.registrations:
-            message = f"no rank of an engine named {name!r} is registered"
-            problem = Problem(
-                error=UNKNOWN_ENGINE,
-                message=message[:LONGEST_PROBLEM],
-                others=view.others,
-                num_others=view.num_others,
-            )
-            return _answered(404, problem)
-        return _json(view)
+        name, now = request.path_params["engine"], clock()
+        revision = registrations.revision(name, now)
+        known = described.get(name)
+        if known is None or known.revision != revision:
+            view = registrations.engine(name, now)
+            if not view.registrations:
+                described.pop(name, None)
+                message = f"no rank of an engine named {name!r} is registered"
+                problem = Problem(
+                    error=UNKNOWN_ENGINE,
+                    message=message[:LONGEST_PROBLEM],
+                    others=view.others,
+                    num_others=view.num_others,
+                )
+                return _answered(404, problem, retry_after(now))
+            known = _Described(revision, msgspec.json.encode(view), is_complete=view.complete)
+            remember(described, name, known, _MOST_DESCRIBED)
+        tag = f'"{name_of_start}-{revision}"'
+        headers = {"etag": tag, **({} if known.is_complete else retry_after(now))}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(known.body, media_type="application/json", headers=headers)
+
+    def retry_after(now: float) -> dict[str, str]:
+        """Tells whoever waits for an engine when to ask again, if so many wait that they must take turns."""
+        wait_s = math.floor(waiting.turn_in_s(now, soonest_s=0, longest_s=LONGEST_RETRY_S))
+        return {"retry-after": str(wait_s)} if wait_s else {}
 
     async def get_engines(_request: Request) -> Response:
         return _json(EngineList(engines=registrations.engines(clock())))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,11 +15,12 @@ from urllib.parse import quote, urlsplit
 import msgspec
 
 from kvferry._version import __version__
-from kvferry.answers import request
+from kvferry.answers import Answer, request
 from kvferry.control.credentials import client_context
 from kvferry.control.owning_process import OwningProcess
-from kvferry.control.registry import Registry
+from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_messages import (
+    LONGEST_RETRY_S,
     UNKNOWN_ENGINE,
     EngineList,
     Health,
@@ -29,6 +30,7 @@ from kvferry.control.registry_messages import (
     Removal,
     ToldToDrain,
 )
+from kvferry.control.renewals import Renewals
 from kvferry.errors import (
     KVFerryError,
     RegistrationRefusedError,
@@ -39,13 +41,14 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.findings import Finding, good, warning
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
     import httpx
 
-Answer = TypeVar("Answer")
+AnswerT = TypeVar("AnswerT")
 
 # Made here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
 _LEASE = msgspec.json.Decoder(Lease)
@@ -59,8 +62,23 @@ _PROBLEM = msgspec.json.Decoder(Problem)
 
 # Sixteen thousand registrations take about five MiB: more than this did not come from a registry.
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+# How often to look whether the registry has closed a connection.
+_LOOK_S = 2.0
 # Shorter than the server keeps an idle connection, so that a request meets none that is about to close.
-_KEEP_ALIVE_S = 60.0
+_KEEP_ALIVE_S = 170.0
+_MOST_VIEWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownView:
+    """What the registry said of an engine.
+
+    Attributes:
+        tag: with which it says whether that is still so.
+    """
+
+    tag: str
+    view: EngineView
 
 
 class RegistryClient(Registry):
@@ -104,6 +122,8 @@ class RegistryClient(Registry):
         self._headers = {"authorization": f"Bearer {token}"} if token is not None else {}
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
+        self._views: dict[str, _KnownView] = {}  # by engine
+        self._granted: Answer | None = None  # the last that granted a lease
         self._is_closed = False
         self._told_to_drain: set[str] = set()  # endpoints that were registered here
 
@@ -123,15 +143,22 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
+        return self.grant(registration).lease_s
+
+    def grant(self, registration: RankRegistration) -> Grant:
+        """Does what `register` does, and says when to renew the lease; raises likewise."""
         path = _rank_path(registration.engine, registration.engine_rank)
-        status, body = self._exchange("PUT", path, content=msgspec.json.encode(registration))
-        problem = self._problem(body) if 400 <= status < 500 else None
-        if problem is not None:
-            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
-        lease = self._answer(status, body, _LEASE)
+        answer = self._exchange("PUT", path, content=msgspec.json.encode(registration))
+        lease = self._answer_or_refusal(answer, _LEASE)
+        self._granted = answer
         if lease.draining:
             self._told_to_drain.add(registration.incarnation)
-        return lease.lease_s
+        return Grant(lease.lease_s, lease.lease_s / 3 if lease.renew_s is None else lease.renew_s, lease.return_s)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the registry has closed the connection by which it granted a lease last, see `Registry`."""
+        return self._granted is not None and self._granted.has_hung_up()
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         """Ends a rank's lease, if this incarnation holds it; otherwise nothing changes.
@@ -146,7 +173,7 @@ class RegistryClient(Registry):
         """
         check_engine_name(engine)
         query = {"incarnation": incarnation}
-        return self._answer(*self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
+        return self._answer(self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
@@ -157,9 +184,14 @@ class RegistryClient(Registry):
             SettingsError: if no engine can have this name.
         """
         check_engine_name(name)
-        status, body = self._exchange("GET", f"/v1/engines/{quote(name, safe='')}")
-        if status == 404:
-            problem = self._problem(body)
+        known = self._views.get(name)
+        headers = {} if known is None else {"if-none-match": known.tag}
+        answer = self._exchange("GET", f"/v1/engines/{quote(name, safe='')}", headers=headers)
+        retry_s = _seconds(answer.headers.get("retry-after", ""))
+        if answer.status == 304 and known is not None:
+            return msgspec.structs.replace(known.view, retry_s=retry_s)
+        if answer.status == 404:
+            problem = self._problem(answer.body)
             if problem is not None and problem.error == UNKNOWN_ENGINE:
                 return EngineView(
                     engine=name,
@@ -168,8 +200,14 @@ class RegistryClient(Registry):
                     complete=False,
                     others=problem.others,
                     num_others=problem.num_others,
+                    retry_s=retry_s,
                 )
-        return self._answer(status, body, _ENGINE)
+        view = self._answer(answer, _ENGINE)
+        tag = answer.headers.get("etag")
+        if tag is not None:
+            with self._lock:
+                remember(self._views, name, _KnownView(tag, view), _MOST_VIEWS)
+        return msgspec.structs.replace(view, retry_s=retry_s)
 
     def engines(self) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, by name.
@@ -178,7 +216,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(*self._exchange("GET", "/v1/engines"), _ENGINES).engines
+        return self._answer(self._exchange("GET", "/v1/engines"), _ENGINES).engines
 
     def drain(self, engine: str) -> tuple[str, ...]:
         """Tells the live ranks of a prefill engine to drain, see `Registry.drain`.
@@ -190,11 +228,8 @@ class RegistryClient(Registry):
             SettingsError: if no engine can have this name.
         """
         check_engine_name(engine)
-        status, body = self._exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
-        problem = self._problem(body) if status == 409 else None
-        if problem is not None:
-            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
-        return self._answer(status, body, _TOLD_TO_DRAIN).endpoints
+        answer = self._exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
+        return self._answer_or_refusal(answer, _TOLD_TO_DRAIN).endpoints
 
     def drains(self, endpoint: str) -> bool:
         """Whether an operator has told an endpoint to drain, see `Registry.drains`."""
@@ -211,11 +246,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        status, body = self._exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}")
-        problem = self._problem(body) if 400 <= status < 500 else None
-        if problem is not None:
-            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
-        self._answer(status, body, _RELEASED)
+        self._answer_or_refusal(self._exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}"), _RELEASED)
 
     def released(self) -> tuple[str, ...]:
         """Returns the prefill endpoints that operators have released.
@@ -224,7 +255,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(*self._exchange("GET", "/v1/released"), _RELEASED).endpoints
+        return self._answer(self._exchange("GET", "/v1/released"), _RELEASED).endpoints
 
     def health(self) -> Health:
         """Returns the registry's version, and how long it has been up.
@@ -233,7 +264,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(*self._exchange("GET", "/health"), _HEALTH)
+        return self._answer(self._exchange("GET", "/health"), _HEALTH)
 
     def findings(self) -> Iterator[Finding]:
         """Says how the registry is, for `kvferry doctor`."""
@@ -274,8 +305,8 @@ class RegistryClient(Registry):
                 )
             return self._http
 
-    def _exchange(self, method: str, path: str, **arguments: Any) -> tuple[int, bytes]:
-        """Makes a request; returns the answer's status and body, whatever they are."""
+    def _exchange(self, method: str, path: str, **arguments: Any) -> Answer:
+        """Makes a request; returns the answer, whatever it is."""
         connections = self._connections()
         import httpx
 
@@ -308,9 +339,11 @@ class RegistryClient(Registry):
             raise
         if answer.status == 401:
             raise self._no_access()
-        return answer.status, answer.body
+        return answer
 
     def _unreachable(self, error: Exception) -> RegistryUnreachableError:
+        import httpx
+
         cause = str(error) or type(error).__name__
         remedy = "check that it runs, that the url is right, and that no firewall stands between"
         if "SSL" in cause:
@@ -320,9 +353,11 @@ class RegistryClient(Registry):
             )
         elif "disconnected" in cause:
             remedy += "; one with TLS has an https url"
-        return RegistryUnreachableError(
+        unreachable = RegistryUnreachableError(
             f"the registry at {self._url} cannot be reached ({type(error).__name__}: {cause}): {remedy}"
         )
+        unreachable.timed_out = isinstance(error, httpx.TimeoutException)
+        return unreachable
 
     def _no_access(self) -> RegistryAccessError:
         mine = "this side knows none" if self._token is None else "this side knows another"
@@ -331,7 +366,14 @@ class RegistryClient(Registry):
             "one, in a file (KVFERRY_SECRET_FILE) or as KVFERRY_SECRET"
         )
 
-    def _answer(self, status: int, body: bytes, decoder: msgspec.json.Decoder[Answer]) -> Answer:
+    def _answer_or_refusal(self, answer: Answer, decoder: msgspec.json.Decoder[AnswerT]) -> AnswerT:
+        problem = self._problem(answer.body) if 400 <= answer.status < 500 else None
+        if problem is not None:
+            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
+        return self._answer(answer, decoder)
+
+    def _answer(self, answer: Answer, decoder: msgspec.json.Decoder[AnswerT]) -> AnswerT:
+        status, body = answer.status, answer.body
         if status == 200:
             try:
                 return decoder.decode(body)
@@ -360,9 +402,10 @@ class RegistryClient(Registry):
 class LeaseKeeper:
     """Keeps one rank registered, from a daemon thread, until it is closed.
 
-    It renews at a third of the lease. It reports every failure and tries again: after a short time first, then
-    less and less often, or when the registry tells of changes. A registry that restarted receives the registration with
-    the next renewal.
+    It renews when the registry told it to: at a third of the lease, or later where there are many ranks. It reports
+    every failure and tries again: after a short time first, then less and less often, or when the registry tells of
+    changes. A registry that restarted receives the registration with the next renewal, or before: the keeper notices
+    that its connection was closed. Both the registry and it see to it that many ranks do not come back all at once.
 
     Args:
         client: the registry; the keeper does not close it.
@@ -394,11 +437,7 @@ class LeaseKeeper:
         now: Callable[[], float] = time.monotonic,
         jitter: Callable[[], float] | None = None,
     ) -> None:
-        if not 0 < shortest_retry_s <= longest_retry_s <= threading.TIMEOUT_MAX:
-            raise SettingsError(
-                f"shortest_retry_s is {shortest_retry_s} and longest_retry_s is {longest_retry_s}: both must "
-                "be positive, and the first not above the second"
-            )
+        self._renewals = Renewals(shortest_retry_s=shortest_retry_s, longest_retry_s=longest_retry_s, jitter=jitter)
         self.registered = threading.Event()
         self.last_error: Exception | None = None
         self._client = client
@@ -406,12 +445,8 @@ class LeaseKeeper:
         self._on_problem = on_problem
         self._on_drain = on_drain
         self._was_told_to_drain = False
-        self._shortest_retry_s = shortest_retry_s
-        self._longest_retry_s = longest_retry_s
-        self._retry_s = shortest_retry_s
         self._lease_ends_at = 0.0
         self._now = now
-        self._jitter = jitter or _jitter
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._woken = threading.Event()
@@ -472,9 +507,18 @@ class LeaseKeeper:
             if not self.registered.is_set() and not self._is_watching:
                 self._is_watching = True
                 self._client.watch(self._changed)
-            self._woken.wait(wait_s)
+            self._wait(wait_s)
             self._woken.clear()
         self.remove()
+
+    def _wait(self, wait_s: float) -> None:
+        """Waits so long, or until the keeper is woken, or the registry seems to have restarted."""
+        until = self._now() + wait_s
+        while (left_s := until - self._now()) > 0 and not self._woken.wait(min(left_s, _LOOK_S)):
+            # Without a lease the next try is near anyway.
+            if self.registered.is_set() and self._client.has_hung_up:
+                self._woken.wait(min(until - self._now(), self._renewals.hung_up()))
+                return
 
     def _changed(self, engine: str | None) -> None:
         """Tries again at once, where the registry may take now what it did not take before."""
@@ -486,23 +530,20 @@ class LeaseKeeper:
         # The lease runs from when the registry got the request: counted from here, it is never overrated.
         asked_at = self._now()
         try:
-            lease_s = self._client.register(self._registration)
+            grant = self._client.grant(self._registration)
         except Exception as error:
             is_unwanted = isinstance(error, (RegistrationRefusedError, RegistryAccessError))
             if is_unwanted or self._now() >= self._lease_ends_at:
                 self.registered.clear()
             self._report(error)
-            wait_s = self._retry_s * self._jitter()
-            self._retry_s = min(2 * self._retry_s, self._longest_retry_s)
-            return wait_s
-        self._lease_ends_at = asked_at + lease_s
-        self._retry_s = self._shortest_retry_s
+            return self._renewals.failed(timed_out=isinstance(error, RegistryUnreachableError) and error.timed_out)
+        self._lease_ends_at = asked_at + grant.lease_s
         self.last_error = None
         self.registered.set()
         if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
             self._was_told_to_drain = True
             self._on_drain()
-        return lease_s / 3
+        return self._renewals.granted(grant)
 
     def remove(self) -> None:
         """Ends the lease, if the registry can be reached. Only for what runs the keeper."""
@@ -524,8 +565,9 @@ class LeaseKeeper:
             logging.getLogger(__name__).exception("on_problem raised an error when it was called with %r", error)
 
 
-def _jitter() -> float:
-    return random.uniform(0.5, 1.0)  # noqa: S311 - spreads load, guards nothing
+def _seconds(text: str) -> float:
+    """Reads a `Retry-After`; one that is a date, or nonsense, counts as none."""
+    return min(float(text), LONGEST_RETRY_S) if text.isascii() and text.isdecimal() and len(text) <= 9 else 0.0
 
 
 def _rank_path(engine: str, engine_rank: int) -> str:

@@ -11,6 +11,9 @@
 
 All bodies are JSON. Every answer that is not a success is a `Problem`. A registry with a secret refuses every request
 without `Authorization: Bearer` and the token that comes of it (`credentials`): status 401, and the connection ends.
+
+The answer about an engine has an `ETag`: whoever sends it back with `If-None-Match` gets status 304 and no body where
+nothing has changed. Where ranks of it are missing, `Retry-After` says in how many seconds to ask again, if many ask.
 """
 
 from __future__ import annotations
@@ -38,6 +41,9 @@ LARGEST_BODY_BYTES = 64 * 1024
 LONGEST_LEASE_S = 86400.0
 """A lease longer than a day would keep dead ranks listed for longer than anyone would wait."""
 
+LONGEST_RETRY_S = 10.0
+"""No `Retry-After` is longer: whoever waits for an engine finds it soon after it has come, however many wait."""
+
 LONGEST_PROBLEM = 16 * 1024
 """Characters of a `Problem`'s message."""
 
@@ -45,15 +51,19 @@ UNKNOWN_ENGINE = "UnknownEngine"
 """The `error` of a `Problem` that says that the engine has no live rank."""
 
 
-class Lease(msgspec.Struct, frozen=True, kw_only=True):
-    """A registration was granted.
+class Lease(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A registration was granted: it lasts `lease_s` seconds unless it is renewed.
 
     Attributes:
-        lease_s: how long it lasts unless it is renewed.
+        renew_s: after how many seconds to renew it; a third of the lease if None, as registries of older releases have
+            it.
+        return_s: over how many seconds to spread what ranks do at once, as in `Grant`.
         draining: whether an operator has told the rank to drain.
     """
 
     lease_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)]
+    renew_s: Annotated[float, msgspec.Meta(gt=0, le=LONGEST_LEASE_S)] | None = None
+    return_s: Annotated[float, msgspec.Meta(ge=0, le=LONGEST_LEASE_S)] = 0.0
     draining: bool = False
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvferry.control.credentials import ServerCertificate
@@ -59,6 +60,20 @@ class RegistryServer(HttpServer):
                 "see docs/security.md",
                 host,
             )
+
+    def serve_forever(self, on_started: Callable[[str], None] | None = None) -> None:
+        """Serves from the calling thread, see `HttpServer`.
+
+        The process may have as many files open from then on as the system lets it: every rank keeps a connection.
+        """
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError) as error:  # a system that has another limit beside it
+            logging.getLogger(__name__).debug("at most %d files stay open: %s", soft, error)
+        super().serve_forever(on_started)
 
     def app(self) -> ASGIApp:
         """The registry's routes."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import RegistryAccessError, RegistryError
 from kvferry.settings import Settings
 from kvferry.testing.contents import Contents, KnownContents
@@ -55,6 +56,7 @@ class LocalNetwork:
             settings: of all endpoints, over those that make them start fast.
         """
         self.transports = InProcessNetwork()
+        self._platform = SystemPlatform()  # of all endpoints, so that they share a client of the registry
         self._registry_url = registry_url
         self._settings = {**_FAST, **settings}
         self._pools: list[Pool] = []
@@ -116,6 +118,7 @@ class LocalNetwork:
             settings=self.settings(**settings),
             transport=transport or self.transport(),
             fingerprint=fingerprint,
+            platform=self._platform,
         )
         self._keep(endpoint, pool)
         deadline = time.monotonic() + WAIT_S
@@ -152,6 +155,7 @@ class LocalNetwork:
             settings=self.settings(**settings),
             transport=transport or self.transport(),
             fingerprint=fingerprint,
+            platform=self._platform,
         )
         self._keep(endpoint, pool)
         return endpoint

@@ -26,7 +26,7 @@ def live_ranks(view: EngineView) -> list[int]:
 
 def test_an_engine_is_complete_once_every_rank_has_registered():
     registrations = Leases(LEASE_S)
-    assert registrations.register(rank(1), now=0.0) == LEASE_S
+    assert registrations.register(rank(1), now=0.0).lease_s == LEASE_S
     partial = registrations.engine("prefill", now=0.0)
     assert (live_ranks(partial), partial.world_size, partial.complete) == ([1], 2, False)
     registrations.register(rank(0), now=1.0)
@@ -277,22 +277,20 @@ class RegistryRules(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.registrations = Leases(LEASE_S, max_engines=2, max_ranks=self.MAX_RANKS)
-        # What was granted and when, in order; a removal ends a rank's history.
-        self.granted: dict[tuple[str, int], list[tuple[RankRegistration, float]]] = {}
+        # What was granted, when and until when, in order; a removal ends a rank's history, and a lease in which nobody
+        # renews that of all its engine's ranks.
+        self.granted: dict[tuple[str, int], list[tuple[RankRegistration, float, float]]] = {}
+        self.heard_at: dict[str, float] = {}
 
     def live(self) -> dict[tuple[str, int], RankRegistration]:
-        return {
-            key: history[-1][0]
-            for key, history in self.granted.items()
-            if history and self.now - history[-1][1] < LEASE_S
-        }
+        return {key: history[-1][0] for key, history in self.granted.items() if history and self.now < history[-1][2]}
 
     def unbroken_history(self, key: tuple[str, int]) -> list[RankRegistration]:
         """What was granted to a rank since it last had no lease."""
         unbroken: list[RankRegistration] = []
         next_at = self.now
-        for registration, granted_at in reversed(self.granted.get(key, [])):
-            if next_at - granted_at >= LEASE_S:
+        for registration, granted_at, until in reversed(self.granted.get(key, [])):
+            if next_at >= until:
                 break
             unbroken.insert(0, registration)
             next_at = granted_at
@@ -329,13 +327,15 @@ class RegistryRules(RuleBasedStateMachine):
         registration = rank(number % tp_size, tp_size, incarnation=incarnation, engine=engine, layout_digest=digest)
         welcome = self.is_welcome(registration)
         try:
-            assert self.registrations.register(registration, self.now) == LEASE_S
+            lease_s = self.registrations.register(registration, self.now).lease_s
         except RegistrationRefusedError:
             assert not welcome
         else:
             assert welcome
+            assert LEASE_S <= lease_s < 1.2 * LEASE_S
+            self.heard_at[engine] = self.now
             key = (engine, registration.engine_rank)
-            self.granted.setdefault(key, []).append((registration, self.now))
+            self.granted.setdefault(key, []).append((registration, self.now, self.now + lease_s))
 
     @rule(
         engine=st.sampled_from("abc"),
@@ -353,6 +353,8 @@ class RegistryRules(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 3.0, 9.5, 10.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
+        silent = {engine for engine, heard_at in self.heard_at.items() if heard_at + LEASE_S <= self.now}
+        self.granted = {key: history for key, history in self.granted.items() if key[0] not in silent}
 
     @invariant()
     def lists_exactly_the_live_ranks_which_agree(self) -> None:

@@ -12,7 +12,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from tests.unit.testing.models import pool
 
 from kvferry import DecodeEndpoint, EngineView, InProcessNetwork, InProcessTransport, RegistryClient, Settings
-from kvferry.control.registry import OnChange
+from kvferry.control.registry import Grant, OnChange
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.errors import RegistryUnreachableError
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -33,6 +33,7 @@ class Telling(RegistryClient):
         self.changed: OnChange | None = None
         self.asked = 0
         self.is_away = True
+        self.retry_s = 0.0
         self.while_asked: Callable[[], None] = lambda: None
 
     def watch(self, changed: OnChange) -> None:
@@ -43,11 +44,11 @@ class Telling(RegistryClient):
         assert self.changed is not None
         self.changed(engine)
 
-    def register(self, registration: RankRegistration) -> float:
+    def grant(self, registration: RankRegistration) -> Grant:
         self.asked += 1
         if self.is_away:
             raise RegistryUnreachableError("it is away")
-        return NEVER_S
+        return Grant(NEVER_S, renew_s=NEVER_S)
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         return True
@@ -55,7 +56,7 @@ class Telling(RegistryClient):
     def engine(self, name: str) -> EngineView:
         self.asked += 1
         self.while_asked()
-        return EngineView(engine=name, registrations=(), world_size=0, complete=False)
+        return EngineView(engine=name, registrations=(), world_size=0, complete=False, retry_s=self.retry_s)
 
     def released(self) -> tuple[str, ...]:
         return ()
@@ -122,6 +123,17 @@ class TestDecodeRank:
         assert link.look_up_at is not None
         assert link.look_up_at > time.monotonic() + NEVER_S / 4
         assert registry.asked == 1
+
+    def test_it_asks_again_no_sooner_than_the_registry_says(
+        self, registry: Telling, decode: DecodeEndpoint, monkeypatch: pytest.MonkeyPatch
+    ):
+        eventually("it waits", lambda: registry.changed)
+        (link,) = decode._driver.rooms.links.current
+        registry.retry_s, before = 10 * NEVER_S, link.look_up_at
+        registry.tell("prefill")
+        eventually("it was looked up again", lambda: registry.asked == 2 and link.look_up_at not in (None, before))
+        assert link.look_up_at is not None
+        assert link.look_up_at > time.monotonic() + 9 * NEVER_S
 
     def test_a_change_during_a_look_up_is_not_lost(self, registry: Telling, decode: DecodeEndpoint):
         eventually("it waits", lambda: registry.changed)

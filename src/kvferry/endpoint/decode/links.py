@@ -212,6 +212,8 @@ class Links:
             if self._is_relied_on(link):
                 self._missed.missed(link.key.engine, problem, now)
             pause_s = link.next_pause_s(self._context.platform.jitter())
+            if view is not None:
+                pause_s = max(pause_s, view.retry_s)
             link.look_up_at = now if is_overtaken else now + pause_s
             self._watch()
         else:

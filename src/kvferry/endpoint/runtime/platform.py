@@ -28,6 +28,7 @@ from kvferry.control.process_identity import is_gone, this_process
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.shared_registry import SharedRegistries
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
@@ -40,6 +41,16 @@ from kvferry.staging.resources import MachineResources, StagingResources
 from kvferry.transport import Transport
 
 _LOOK_S = 1e-3
+_SETTINGS_OF_REGISTRIES = (
+    "shared_secret",
+    "registry_lease_s",
+    "registry_tls_ca",
+    "etcd_user",
+    "used_etcd_password",
+    "etcd_certificate",
+    "etcd_key",
+)
+"""With which a client of a registry is made, besides its address."""
 
 Closing: TypeAlias = Iterator[tuple[Callable[[], bool], float]]
 """Closes step by step: yields what to wait for, and until when at most (`Platform.wait_until`)."""
@@ -173,12 +184,13 @@ class _ThreadExecutor(BackgroundExecutor):
 
 
 class SystemPlatform(Platform):
-    """This machine."""
+    """This machine. Endpoints of one process that are given the same one share a client of each registry."""
 
     def __init__(self) -> None:
         self.name = f"{platform.node()}-{uuid.getnode():x}"  # tells two containers on it apart
         self.process = this_process()
         self.staging = MachineResources()
+        self._registries = SharedRegistries()
 
     def now(self) -> float:
         return time.monotonic()
@@ -223,7 +235,8 @@ class SystemPlatform(Platform):
         return ZmqConnectingEnd(endpoint, credentials_of(settings))
 
     def registry(self, settings: Settings, url: str) -> Registry:
-        return create_registry_client(settings, url)
+        key = (url, *(getattr(settings, name) for name in _SETTINGS_OF_REGISTRIES))
+        return self._registries.registry(key, lambda: create_registry_client(settings, url))
 
     def serve_registry(self, settings: Settings) -> RegistryServer:
         server = create_registry(settings)

@@ -129,6 +129,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         draining: whether any rank of it drains, so that new requests are for other engines.
         others: names of other engines, where none of this one's ranks is live: the nearest first, at most `MOST_NAMED`.
         num_others: how many others there are.
+        retry_s: in how many seconds to ask again at the soonest, where ranks are missing: so many wait for theirs.
     """
 
     engine: Annotated[str, msgspec.Meta(max_length=_LONGEST_ENGINE_NAME)]
@@ -138,6 +139,7 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     draining: bool = False
     others: Annotated[tuple[KnownEngine, ...], msgspec.Meta(max_length=MOST_NAMED)] = ()
     num_others: Annotated[int, msgspec.Meta(ge=0, le=MOST_ENGINES)] = 0
+    retry_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def group(self, dp_rank: int) -> tuple[RankRegistration, ...]:
         """Returns the live ranks of one data-parallel group, by engine rank."""

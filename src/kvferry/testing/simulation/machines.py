@@ -13,7 +13,7 @@ from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.leases import Leases
 from kvferry.control.process_identity import Sight
-from kvferry.control.registry import Registry
+from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint.runtime.calibration import Calibration
@@ -187,7 +187,7 @@ class SimulatedRegistryClient(RegistryClient):
         self._registry = registry
         self._now = now
 
-    def register(self, registration: RankRegistration) -> float:
+    def grant(self, registration: RankRegistration) -> Grant:
         return self._registry.ask().register(registration, self._now())
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:

@@ -1,0 +1,206 @@
+"""One client of a registry for all endpoints of a process: one connection, one watch, and one look-up at a time.
+
+Every endpoint gets a `SharedRegistry`, which it closes; the client itself is closed with the last of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from kvferry.control.registry import Grant, OnChange, Registry
+from kvferry.errors import UsageError
+from kvferry.findings import Finding
+from kvferry.protocol.wire.registrations import EngineView, RankRegistration
+
+
+@dataclass(eq=False, slots=True)
+class _LookUps:
+    """Look-ups of one engine.
+
+    Attributes:
+        turn: held by whoever asks the registry.
+        next: what those get who came since that one began to ask; None if nobody has.
+        users: how many have not got their answers.
+    """
+
+    turn: threading.Lock = field(default_factory=threading.Lock)
+    next: Future[EngineView] | None = None
+    users: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Shared:
+    """A client, and who uses it.
+
+    Attributes:
+        lock: guards the rest.
+        users: how many have not closed it.
+        look_ups: by engine, while any are made.
+        watchers: who wants to hear of changes.
+    """
+
+    client: Registry
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    users: int = 0
+    look_ups: dict[str, _LookUps] = field(default_factory=dict)
+    watchers: dict[SharedRegistry, list[OnChange]] = field(default_factory=dict)
+    is_watching: bool = False
+
+    def tell(self, engine: str | None) -> None:
+        """Tells everybody of a change."""
+        with self.lock:
+            watchers = [changed for mine in self.watchers.values() for changed in mine]
+        for changed in watchers:
+            changed(engine)
+
+
+class SharedRegistries:
+    """The clients of a process, by what they were made with. May be used from several threads at once."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._lock = threading.Lock()
+        self._shared: dict[Hashable, _Shared] = {}
+
+    def registry(self, key: Hashable, make: Callable[[], Registry]) -> SharedRegistry:
+        """Returns a registry for one user, to be closed by it.
+
+        Args:
+            key: what the client is made with: the same for those that can share one.
+            make: makes it.
+        """
+        with self._lock:
+            shared = self._shared.get(key)
+            if shared is None:
+                shared = self._shared[key] = _Shared(make())
+            shared.users += 1
+        return SharedRegistry(shared, lambda: self._leave(key, shared))
+
+    def _leave(self, key: Hashable, shared: _Shared) -> None:
+        with self._lock:
+            shared.users -= 1
+            is_last = shared.users == 0
+            if is_last:
+                del self._shared[key]
+        if is_last:
+            shared.client.close()
+
+
+class SharedRegistry(Registry):
+    """One user's share of a client that the whole process has."""
+
+    def __init__(self, shared: _Shared, leave: Callable[[], None]) -> None:
+        """Takes the client, and what is called when this user has closed it."""
+        self._shared = shared
+        self._leave = leave
+        self._is_closed = False
+
+    @property
+    def _client(self) -> Registry:
+        if self._is_closed:
+            raise UsageError(f"the client of the registry at {self._shared.client.url} was closed")
+        return self._shared.client
+
+    @property
+    def url(self) -> str:
+        """The registry's address, see `Registry.url`."""
+        return self._shared.client.url
+
+    def url_for(self, engine: str) -> str:
+        """Returns the address of an engine's registry, see `Registry.url_for`."""
+        return self._shared.client.url_for(engine)
+
+    def register(self, registration: RankRegistration) -> float:
+        """Registers a rank, see `Registry.register`."""
+        return self._client.register(registration)
+
+    def grant(self, registration: RankRegistration) -> Grant:
+        """Registers a rank, see `Registry.grant`."""
+        return self._client.grant(registration)
+
+    @property
+    def has_hung_up(self) -> bool:
+        """Whether the registry has closed a connection, see `Registry.has_hung_up`."""
+        return self._client.has_hung_up
+
+    def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
+        """Ends a rank's registration, see `Registry.remove`."""
+        return self._client.remove(engine, engine_rank, incarnation)
+
+    def engine(self, name: str) -> EngineView:
+        """Returns the live ranks of one engine, see `Registry.engine`.
+
+        Of those that ask at the same time one asks the registry for all; what it says is never older than the question.
+        """
+        client, shared = self._client, self._shared
+        with shared.lock:
+            look_ups = shared.look_ups.setdefault(name, _LookUps())
+            look_ups.users += 1
+            # An answer that is on its way may have been given before we came: who comes now takes the next.
+            is_mine = look_ups.next is None
+            answer = look_ups.next = look_ups.next or Future()
+        try:
+            if is_mine:
+                with look_ups.turn:
+                    with shared.lock:
+                        look_ups.next = None
+                    try:
+                        answer.set_result(client.engine(name))
+                    except BaseException as error:
+                        answer.set_exception(error)
+            return answer.result()
+        finally:
+            with shared.lock:
+                look_ups.users -= 1
+                if not look_ups.users:
+                    del shared.look_ups[name]
+
+    def engines(self) -> tuple[EngineView, ...]:
+        """Returns every engine that has a live rank, see `Registry.engines`."""
+        return self._client.engines()
+
+    def drain(self, engine: str) -> tuple[str, ...]:
+        """Tells the live ranks of an engine to drain, see `Registry.drain`."""
+        return self._client.drain(engine)
+
+    def drains(self, endpoint: str) -> bool:
+        """Whether an endpoint was told to drain, see `Registry.drains`."""
+        return self._client.drains(endpoint)
+
+    def release(self, endpoint: str) -> None:
+        """Tells decode ranks that an endpoint has ended, see `Registry.release`."""
+        self._client.release(endpoint)
+
+    def released(self) -> tuple[str, ...]:
+        """Returns the endpoints that were released, see `Registry.released`."""
+        return self._client.released()
+
+    def findings(self) -> Iterator[Finding]:
+        """Says how the registry is, see `Registry.findings`."""
+        return self._client.findings()
+
+    def watch(self, changed: OnChange) -> None:
+        """Has changes told, see `Registry.watch`. The client watches once, however many do."""
+        client, shared = self._client, self._shared
+        with shared.lock:
+            shared.watchers.setdefault(self, []).append(changed)
+            is_first, shared.is_watching = not shared.is_watching, True
+        if is_first:
+            client.watch(shared.tell)
+        else:
+            changed(None)  # what happened before was told to others
+
+    def load(self) -> None:
+        """Loads what requests need, see `Registry.load`."""
+        self._client.load()
+
+    def close(self) -> None:
+        """Ends this user's share, see `Registry.close`."""
+        with self._shared.lock:
+            was_closed, self._is_closed = self._is_closed, True
+            self._shared.watchers.pop(self, None)
+        if not was_closed:
+            self._leave()
