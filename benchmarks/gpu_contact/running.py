@@ -12,8 +12,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -57,7 +57,7 @@ class Answer:
 
 
 def run(command: Sequence[str], log: Path, *, limit_s: float, cwd: Path, environment: Mapping[str, str]) -> Answer:
-    """Runs a command to its end, or to that of its time.
+    """Runs a command to its end, or to that of its time. For the main thread, which alone may say what a signal does.
 
     Args:
         command: the program and its arguments.
@@ -67,7 +67,7 @@ def run(command: Sequence[str], log: Path, *, limit_s: float, cwd: Path, environ
         environment: all of it.
     """
     begun_at = time.monotonic()
-    with log.open("wb") as output:
+    with log.open("wb") as output, _heeding_interruptions():
         try:
             process = subprocess.Popen(
                 list(command),
@@ -92,6 +92,16 @@ def run(command: Sequence[str], log: Path, *, limit_s: float, cwd: Path, environ
     if outcome is Outcome.FAILED:
         why = f"exit code {process.returncode}: {_last_words(said)}"
     return Answer(outcome, time.monotonic() - begun_at, why, last_json(said), tuple(said[-_TAIL_LINES:]))
+
+
+@contextmanager
+def _heeding_interruptions() -> Iterator[None]:
+    """Heeds SIGINT meanwhile: what is started in the background of a shell ignores it, and whom it starts as well."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _end(process: subprocess.Popen[bytes], deadline: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -82,7 +83,10 @@ def test_a_command_that_hangs_costs_its_limit_and_leaves_nobody_behind(tmp_path:
 
 
 @pytest.mark.full
-def test_a_command_that_can_be_interrupted_says_what_it_knows(tmp_path: Path):
+def test_a_command_that_can_be_interrupted_says_what_it_knows(tmp_path: Path, request: pytest.FixtureRequest):
+    """Also where this process ignores interruptions, as in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     code = "import time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n    print('{\"half\": 1}')"
     answer = run(code, tmp_path, limit_s=4.0)
     assert (answer.outcome, answer.result) == (Outcome.OVERTIME, {"half": 1})
