@@ -173,7 +173,7 @@ def test_a_request_that_ends_on_the_prefill_side_before_it_is_computed_fails_on_
 def test_an_engine_that_a_gateway_misspells_is_named_in_the_logs_of_both_servers(engines: Engines, tmp_path: Path):
     """In vLLM's own log, which is what an operator has. Once before any decode server is connected, and once after."""
     logs = {name: tmp_path / f"{name}.log" for name in ("prefill-asked", "decode-misled")}
-    settings = {"bootstrap_timeout_s": 6.0}
+    settings = {"bootstrap_timeout_s": 12.0}
     prefill = engines.prefill("prefill-asked", log=logs["prefill-asked"], settings=settings)
     decode = engines.decode("decode-misled", log=logs["decode-misled"], settings=settings)
     pair = Pair(prefill, decode)
