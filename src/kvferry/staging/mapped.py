@@ -46,7 +46,7 @@ from kvferry.transport import (
     TransferReport,
     Transport,
 )
-from kvferry.transport.base import MOST_REGIONS, check_lists, peer_written_to
+from kvferry.transport.base import MOST_REGIONS
 from kvferry.transport.copies import DIFFERENT_LENGTHS, check_selection
 
 log = logging.getLogger(__name__)
@@ -258,19 +258,9 @@ class MappedTransport(RangeTransport[MappedConnection]):
         if is_unused:
             connection.mappings.close()
 
-    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
-        checked = super().prepare(rows, peer)
-        try:
-            made = self._on_device(rows, None if peer is None else self.connection(peer).mappings)
-        except BaseException:
-            self.release_list(checked)
-            raise
-        prepared = PreparedList(peer, made, checked.rows, checked.count)
-        with self._lock:
-            lists = self._lists.setdefault(peer, set())
-            lists.discard(checked)
-            lists.add(prepared)
-        return prepared
+    def make_list(self, rows: RowArray, peer: str | None) -> PreparedList:
+        made = self._on_device(rows, None if peer is None else self.connection(peer).mappings)
+        return PreparedList(peer, made, len(rows), int(rows[:, 4].sum()))
 
     def _on_device(self, rows: RowArray, mappings: Mappings | None) -> _List:
         """Uploads rows, and compiles the kernel that they need, so that no write waits for that.
@@ -299,17 +289,15 @@ class MappedTransport(RangeTransport[MappedConnection]):
 
     # ---- writes
 
-    def post(
+    def start_selected(
         self,
+        connection: MappedConnection,
         local: PreparedList,
         local_indices: DescriptorIndices,
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> TransferHandle:
-        connection = self.connection(peer_written_to(local, remote))
-        with self._lock:
-            check_lists(local, remote, self._lists)
         check_selection(local, local_indices, remote, remote_indices)
         return self._started(connection, local.handle, local_indices, remote.handle, remote_indices, notification)
 

@@ -50,7 +50,8 @@ class RangeTransport(Transport, Generic[ConnectionT]):
     """A transport that copies ranges. A kind of it implements `open`, `start` and what is still abstract.
 
     Where memory must be registered with a library, `register` is extended; where peers need more than a name and the
-    memory to connect, `private_metadata` is overridden; where a connection holds anything, `hang_up`.
+    memory to connect, `private_metadata` is overridden; where a connection holds anything, `hang_up`; where lists are
+    more than rows to expand, `make_list` and `start_selected`.
     """
 
     memory_kinds: ClassVar[frozenset[MemoryKind]] = frozenset({MemoryKind.DRAM})
@@ -93,6 +94,31 @@ class RangeTransport(Transport, Generic[ConnectionT]):
             PeerDisconnectedError: if the connection is gone.
             TransportError: for anything else; nothing is in flight then.
         """
+
+    def make_list(self, rows: RowArray, peer: str | None) -> PreparedList:
+        """Makes a list of rows that were checked: by default one that is expanded where a write selects from it.
+
+        Args:
+            rows: as `prepare` is given them; likewise the peer.
+
+        Raises:
+            PeerDisconnectedError: if the peer is unknown.
+            TransportError: if the list cannot be made.
+        """
+        return list_of_rows(rows, peer)
+
+    def start_selected(
+        self,
+        connection: ConnectionT,
+        local: PreparedList,
+        local_indices: DescriptorIndices,
+        remote: PreparedList,
+        remote_indices: DescriptorIndices,
+        notification: bytes,
+    ) -> TransferHandle:
+        """Starts a write between lists that `make_list` made and that are still prepared; else as `start`."""
+        copies = copies_between(local, local_indices, remote, remote_indices, merges=self.merges)
+        return self.start(connection, copies, notification)
 
     def private_metadata(self) -> bytes:
         """Returns what peers need to connect beside our name and memory."""
@@ -146,7 +172,7 @@ class RangeTransport(Transport, Generic[ConnectionT]):
     def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
         memory = self._memory if peer is None else self.connection(peer).memory
         memory.check_rows(rows)
-        prepared = list_of_rows(rows, peer)
+        prepared = self.make_list(rows, peer)
         with self._lock:
             self._lists.setdefault(peer, set()).add(prepared)
         return prepared
@@ -169,8 +195,7 @@ class RangeTransport(Transport, Generic[ConnectionT]):
         connection = self.connection(peer_written_to(local, remote))
         with self._lock:
             check_lists(local, remote, self._lists)
-        copies = copies_between(local, local_indices, remote, remote_indices, merges=self.merges)
-        return self.start(connection, copies, notification)
+        return self.start_selected(connection, local, local_indices, remote, remote_indices, notification)
 
     def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
         connection = self.connection(peer)
