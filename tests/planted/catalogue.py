@@ -251,16 +251,16 @@ CATALOGUE = (
     PlantedFault(
         "what is gathered is written before it is, and room reported before its pages are filled",
         "staging/gpu.py",
-        "            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))\n"
+        "            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))\n"
         "        stream.synchronize()\n",
-        "            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))\n",
+        "            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))\n",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
         "the consumer goes on before its pages are filled: only what is gathered is waited for",
         "staging/gpu.py",
-        "alignment=bits & -bits))\n        stream.synchronize()",
-        "alignment=bits & -bits))\n        if copies[0].is_gather:\n            stream.synchronize()",
+        "alignment=alignment_of(copy.alignment, where)))\n        stream.synchronize()",
+        "alignment=alignment_of(copy.alignment, where)))\n        if copies[0].is_gather:\n            stream.synchronize()",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(

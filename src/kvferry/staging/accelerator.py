@@ -7,6 +7,7 @@ bytes that nothing ordered behind their write is an error.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -128,3 +129,26 @@ class Accelerator(ABC):
     @abstractmethod
     def stream(self) -> Stream:
         """Makes a stream for the calling thread, which has to be bound."""
+
+
+class ThreadStreams:
+    """One stream of an accelerator for each thread that works on it. May be used from several threads."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        """Binds no thread yet, and makes no stream."""
+        self._accelerator = accelerator
+        self._of_thread = threading.local()
+
+    def bind(self) -> None:
+        """Binds the calling thread to the accelerator, unless it is."""
+        if not getattr(self._of_thread, "is_bound", False):
+            self._accelerator.bind_thread()
+            self._of_thread.is_bound = True
+
+    def own(self) -> Stream:
+        """Returns the calling thread's stream."""
+        stream: Stream | None = getattr(self._of_thread, "stream", None)
+        if stream is None:
+            self.bind()
+            stream = self._of_thread.stream = self._accelerator.stream()
+        return stream

@@ -13,6 +13,19 @@ from kvferry.plan.packing import PackedSide
 from kvferry.staging.kernels import StartArray
 
 
+def alignment_of(most: int, *numbers: int | NDArray[np.int64]) -> int:
+    """Returns the largest power of two, up to `most`, that divides all of some numbers.
+
+    Args:
+        most: a power of two.
+        numbers: single ones, or arrays of at least one.
+    """
+    bits = most
+    for each in numbers:
+        bits |= int(np.bitwise_or.reduce(each)) if isinstance(each, np.ndarray) else int(each)
+    return bits & -bits
+
+
 def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: int) -> int:
     """Returns the largest power of two, up to `most`, that divides every address at which a run starts or ends.
 
@@ -22,10 +35,7 @@ def common_alignment(starts: StartArray, shape: BlockShape, address: int, most: 
         address: staging memory, where the first block is packed.
         most: a power of two.
     """
-    bits = int(np.bitwise_or.reduce(starts)) | address | shape.length | most
-    for _, stride in shape.loops:
-        bits |= stride
-    return bits & -bits
+    return alignment_of(most, starts, address, shape.length, *(stride for _, stride in shape.loops))
 
 
 def static_alignment(side: PackedSide, most: int) -> int:

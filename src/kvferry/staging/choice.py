@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.requirements import require_cuda, require_torch, require_triton
 from kvferry.staging.sharing import CudaSharing, MappedCopies
@@ -56,7 +57,7 @@ def mapped_copies(device: Device) -> MappedCopies:
     require_triton()
     from kvferry.staging.cuda import CudaAccelerator
 
-    return MappedCopies(CudaAccelerator(device.index), CudaSharing(device.index))
+    return MappedCopies(ThreadStreams(CudaAccelerator(device.index)), CudaSharing(device.index))
 
 
 def bind_thread(device: Device) -> None:

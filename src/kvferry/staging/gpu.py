@@ -6,7 +6,6 @@ staging memory whose blocks have the same shape are one launch.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -17,8 +16,8 @@ import numpy as np
 from kvferry.layout import Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.plan.packing import PackedSide
-from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, Stream
-from kvferry.staging.addressing import common_alignment, spread, static_alignment
+from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, ThreadStreams
+from kvferry.staging.addressing import alignment_of, common_alignment, spread, static_alignment
 from kvferry.staging.kernels import AddressRange, Gathers, Kernels, PackedBlocks, StartArray
 
 VECTOR_BYTES = 16
@@ -56,8 +55,7 @@ class GpuKernels(Kernels):
             accelerator: what copies.
         """
         self._range = AddressRange.over(regions)
-        self._accelerator = accelerator
-        self._of_thread = threading.local()
+        self._streams = ThreadStreams(accelerator)
         self._compiled: set[tuple[int, int, bool]] = set()  # alignment, loops, direction: once for all threads
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
@@ -90,7 +88,7 @@ class GpuKernels(Kernels):
         self._compile({(VECTOR_BYTES, loops, is_gather) for loops in (0, 1) for is_gather in (True, False)})
 
     def _compile(self, variants: Iterable[tuple[int, int, bool]]) -> None:
-        stream = self._stream()
+        stream = self._streams.own()
         starts = stream.upload(np.zeros(1, np.int64))
         for alignment, loops, is_gather in sorted(variants):
             shape = BlockShape(((1, 0),) * loops, alignment)
@@ -129,7 +127,7 @@ class GpuKernels(Kernels):
         every = [launch.starts for launches in batches for launch in launches]
         if not every:
             return deque([] for _ in batches)
-        starts, first = self._stream().upload(np.concatenate(every)), 0
+        starts, first = self._streams.own().upload(np.concatenate(every)), 0
         found: deque[list[CopyLaunch]] = deque()
         for launches in batches:
             found.append([])
@@ -148,18 +146,11 @@ class GpuKernels(Kernels):
         """Launches what is copied at a time, and waits for all of it."""
         if not copies:
             return
-        stream = self._stream()
+        stream = self._streams.own()
         for copy in copies:
-            bits = copy.alignment | copy.address + address
-            stream.launch(replace(copy, address=copy.address + address, alignment=bits & -bits))
+            where = copy.address + address
+            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))
         stream.synchronize()
-
-    def _stream(self) -> Stream:
-        stream: Stream | None = getattr(self._of_thread, "stream", None)
-        if stream is None:
-            self._accelerator.bind_thread()
-            stream = self._of_thread.stream = self._accelerator.stream()
-        return stream
 
 
 class _GpuGathers(Gathers):

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, ShortText
 from kvferry.staging.accelerator import DeviceRows, RunsLaunch, Stream, StreamEvent
+from kvferry.staging.addressing import alignment_of
 from kvferry.staging.gpu import VECTOR_BYTES
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
@@ -206,7 +206,6 @@ class MappedTransport(RangeTransport[MappedConnection]):
         self._offers = offers
         self._made: MappedCopies | None = None
         self._shared: tuple[SharedAllocation, ...] = ()
-        self._of_thread = threading.local()
         self._compiled: set[int] = set()  # alignments
 
     # ---- memory and peers
@@ -272,10 +271,10 @@ class MappedTransport(RangeTransport[MappedConnection]):
         if mappings is not None:
             starts = mappings.here(starts)
         strides[counts == 1] = 0
-        alignment = _alignment(starts, lengths, strides)
+        alignment = alignment_of(VECTOR_BYTES, starts, lengths, strides)
         firsts = np.cumsum(counts) - counts
         try:
-            stream = self._stream()
+            stream = self._copies.streams.own()
             made = DeviceRows(stream.upload(np.concatenate([firsts, starts, strides])), len(rows))
             if alignment not in self._compiled:
                 numbers = stream.upload(np.zeros(1, np.int32))
@@ -320,7 +319,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
         destinations: DescriptorIndices,
         notification: bytes,
     ) -> TransferHandle:
-        write = _MappedWrite(connection, len(sources), notification, self._stream())
+        write = _MappedWrite(connection, len(sources), notification, self._copies.streams.own())
         with self._lock:
             if connection.is_hung_up:
                 raise PeerDisconnectedError(f"{connection.peer.name!r} was disconnected")
@@ -378,7 +377,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _MappedWrite)
         if not transfer.has_ended:
-            self._bind()
+            self._copies.streams.bind()
             if transfer.event is None:
                 transfer.event = transfer.stream.record()
             # What this raises is the device's, and says nothing of whether the kernel has ended.
@@ -411,18 +410,6 @@ class MappedTransport(RangeTransport[MappedConnection]):
             taken = time.perf_counter() - write.posted_at
             write.report = TransferReport(write.total_bytes, write.descriptors, write.post_s, taken)
 
-    def _stream(self) -> Stream:
-        self._bind()
-        stream: Stream | None = getattr(self._of_thread, "stream", None)
-        if stream is None:
-            stream = self._of_thread.stream = self._copies.accelerator.stream()
-        return stream
-
-    def _bind(self) -> None:
-        if not getattr(self._of_thread, "is_bound", False):
-            self._copies.accelerator.bind_thread()
-            self._of_thread.is_bound = True
-
     # ---- notifications
 
     def notify(self, peer: str, notification: bytes) -> None:
@@ -450,11 +437,3 @@ def _check_offer(peer: PeerMetadata, offer: _Offer, host: str) -> None:
     missing = next((each for each in peer.regions if not any(one.memory.contains(each) for one in offer.shared)), None)
     if missing is not None:
         raise TransportError(f"{peer.name} does not offer its memory at {missing.address:#x} to be mapped")
-
-
-def _alignment(*numbers: Addresses) -> int:
-    """Returns the largest power of two, up to a vector's bytes, that divides all of the numbers."""
-    bits = VECTOR_BYTES
-    for each in numbers:
-        bits |= int(np.bitwise_or.reduce(each))
-    return bits & -bits

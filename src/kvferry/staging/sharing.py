@@ -15,7 +15,7 @@ import msgspec
 
 from kvferry.errors import RegistrationError, TransportError, TransportUnavailableError
 from kvferry.layout import Region
-from kvferry.staging.accelerator import Accelerator
+from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.cuda_driver import HANDLE_BYTES, CudaDriver, CudaDriverError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -71,11 +71,11 @@ class MappedCopies(NamedTuple):
     """What copies into other processes' memory.
 
     Attributes:
-        accelerator: copies.
+        streams: of the accelerator that copies.
         sharing: maps what it copies into.
     """
 
-    accelerator: Accelerator
+    streams: ThreadStreams
     sharing: Sharing
 
 

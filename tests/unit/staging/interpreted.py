@@ -20,6 +20,7 @@ from kvferry.errors import LayoutError, RegistrationError, SettingsError
 from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.staging import triton_kernels
+from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.host import HostKernels
 from kvferry.staging.mapped import MappedTransport
@@ -74,7 +75,7 @@ class _OneProcess(Sharing):
 
 class _Resources(MachineResources):
     def mapped_copies(self, device: Device) -> MappedCopies:
-        return MappedCopies(InterpretedAccelerator(), _OneProcess())
+        return MappedCopies(ThreadStreams(InterpretedAccelerator()), _OneProcess())
 
 
 @pytest.mark.parametrize("offset", [0, 8, 3])

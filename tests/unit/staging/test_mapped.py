@@ -178,7 +178,7 @@ def test_without_writes_a_mapping_ends_with_its_connection(two: Two):
 
 
 def test_a_launch_that_fails_leaves_nothing_in_flight(two: Two, monkeypatch: pytest.MonkeyPatch):
-    stream = two.here._stream()
+    stream = two.here._copies.streams.own()
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory left")
@@ -195,7 +195,7 @@ def test_a_launch_that_fails_leaves_nothing_in_flight(two: Two, monkeypatch: pyt
 
 
 def test_one_of_which_a_part_was_launched_fails_when_that_has_ended(two: Two, monkeypatch: pytest.MonkeyPatch):
-    stream, lists = two.here._stream(), two.lists(64, 100)
+    stream, lists = two.here._copies.streams.own(), two.lists(64, 100)
     launched = []
     launch = type(stream).launch_runs
 

@@ -24,6 +24,7 @@ from kvferry.staging.accelerator import (
     RunsLaunch,
     Stream,
     StreamEvent,
+    ThreadStreams,
 )
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.gpu import GpuKernels
@@ -224,7 +225,7 @@ class FakeResources(StagingResources):
         return ""
 
     def mapped_copies(self, device: Device) -> MappedCopies:
-        return MappedCopies(FakeAccelerator(self._device), FakeSharing(self._device, self._host))
+        return MappedCopies(ThreadStreams(FakeAccelerator(self._device)), FakeSharing(self._device, self._host))
 
     def bind_thread(self, device: Device) -> None:
         self._device.counts.threads.add(threading.current_thread().name)
