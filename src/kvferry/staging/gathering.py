@@ -64,9 +64,9 @@ class Gathering:
         self._packed = packed
         self._kernels = kernels
         self._writer = writer
-        self._is_digested = is_digested
         self._rest, ahead = tee(sub_chunks(moved_blocks(elected, command.moves, packed), chunk_bytes))
-        self._gathers = kernels.gathers(self._placed(chunk) for chunk in ahead)
+        # Digests are made segment by segment, and nothing is looked at ahead.
+        self._gathers = None if is_digested else kernels.gathers(self._placed(chunk) for chunk in ahead)
         self._next = next(self._rest, None)
         self._gathered = 0
         self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
@@ -117,7 +117,7 @@ class Gathering:
 
     def _pack(self, chunk: SubChunk, address: int) -> list[notifications.Digests | None]:
         """Packs the segments, and returns their digests."""
-        if not self._is_digested:
+        if self._gathers is not None:
             self._gathers.gather(address)
             return [None] * len(chunk.segments)
         row_bytes = row_bytes_of(chunk.num_bytes)
