@@ -12,7 +12,7 @@ from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings, why_other_cuda
-from kvferry.transport.nixl.device_choice import OF_UCX, chosen_device
+from kvferry.transport.nixl.device_choice import OF_UCX, DeviceChoice, chosen_device
 from kvferry.transport.nixl.placement import placement
 from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
 from kvferry.transport.pci import read_topology
@@ -34,8 +34,9 @@ class NixlDiagnosis(Diagnosis):
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield from _installed()
         yield from _lists(settings)
-        yield from placement(chosen_device(settings).device, read_topology())
-        yield _device(settings)
+        choice = chosen_device(settings)
+        yield from placement(choice.device, read_topology())
+        yield _device(choice)
 
     def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
         ways = ways_of_writes(said)
@@ -88,8 +89,7 @@ def _lists(settings: Settings) -> Iterator[Finding]:
     yield good("lists", "NIXL hands UCX the descriptors of direct writes as lists (KVFERRY_NIXL_SGL)")
 
 
-def _device(settings: Settings) -> Finding:
-    choice = chosen_device(settings)
+def _device(choice: DeviceChoice) -> Finding:
     if choice.device is None:
         return _left_to_ucx(choice.reason)
     known = {*rdma_devices(), *interfaces()}
