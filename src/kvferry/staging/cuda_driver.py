@@ -17,6 +17,9 @@ from kvferry.layout import Region
 
 LIBRARY = "libcuda.so.1"
 
+NOT_SHARED = "expandable_segments (PYTORCH_CUDA_ALLOC_CONF), vLLM's sleep mode and SGLang's memory saver"
+"""By what memory comes to be of another kind, in a sentence."""
+
 _OUT_OF_MEMORY = 2
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

@@ -12,15 +12,14 @@ from numpy.typing import NDArray
 
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.staging.cuda_driver import CudaDriver, CudaDriverError
+from kvferry.staging.cuda_driver import NOT_SHARED, CudaDriver, CudaDriverError
 from kvferry.staging.requirements import require_cuda
 
 _HUGE_PAGE_BYTES = 2 << 20
 
 NOT_MAPPED = (
     "where nothing faster connects two GPUs of this machine, direct writes from and to it go through the network's "
-    "stack. Leave out expandable_segments (PYTORCH_CUDA_ALLOC_CONF), vLLM's sleep mode and SGLang's memory saver, or "
-    "take KVFERRY_PATH=staged, whose own memory can be shared"
+    f"stack. Leave out {NOT_SHARED}, or take KVFERRY_PATH=staged, whose own memory can be shared"
 )
 _KEPT_FOR_GOOD: list[object] = []  # global, since only the process lives as long as a write may take
 

@@ -16,7 +16,7 @@ import msgspec
 from kvferry.errors import RegistrationError, TransportError, TransportUnavailableError
 from kvferry.layout import Region
 from kvferry.staging.accelerator import ThreadStreams
-from kvferry.staging.cuda_driver import HANDLE_BYTES, CudaDriver, CudaDriverError
+from kvferry.staging.cuda_driver import HANDLE_BYTES, NOT_SHARED, CudaDriver, CudaDriverError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
@@ -110,8 +110,7 @@ class CudaSharing(Sharing):
                 if not whole.contains(region):
                     raise RegistrationError(
                         f"the memory at {region.address:#x} is not of the kind that CUDA shares between processes "
-                        "(cudaMalloc's), which KVFERRY_PATH=mapped needs: leave out expandable_segments "
-                        "(PYTORCH_CUDA_ALLOC_CONF), vLLM's sleep mode and SGLang's memory saver, or take "
+                        f"(cudaMalloc's), which KVFERRY_PATH=mapped needs: leave out {NOT_SHARED}, or take "
                         "KVFERRY_PATH=staged"
                     )
                 handle = self._driver.export(whole.address, self._index)

@@ -32,6 +32,7 @@ _RETRANSMITTED_S = 0.18
 """By how much an answer is late of which a packet was lost: TCP waits 0.2 s before it sends one again."""
 
 _LARGEST_ANSWER_BYTES = 64 * 1024
+_LEAVES = "new requests are for other engines; it leaves when nothing is open"
 _NOBODY = "kvferry-doctor-asks-for-nobody"
 
 
@@ -60,7 +61,7 @@ def registry(settings: Settings) -> Iterator[Finding]:
         if engine.draining:
             left = sum(each.open_rooms for each in engine.registrations)
             what = f"engine {engine.engine!r}: {ranks}, draining: {left} rooms are open"
-            yield warning("registry", what, "new requests are for other engines; it leaves when nothing is open")
+            yield warning("registry", what, _LEAVES)
         elif engine.complete:
             yield good("registry", f"engine {engine.engine!r}: {ranks}")
         else:
@@ -123,7 +124,7 @@ def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
     )
     if status.is_draining:
         what = f"{sample.address} is draining: {status.load.open_rooms} rooms are open"
-        yield warning("endpoints", what, "new requests are for other engines; it leaves when nothing is open")
+        yield warning("endpoints", what, _LEAVES)
     if status.version != __version__:
         yield warning("endpoints", f"{sample.address} runs {status.version}, this is {__version__}", "run the same")
 

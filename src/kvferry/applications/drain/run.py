@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from kvferry.answers import request
-from kvferry.applications.top.asking import addresses, present
+from kvferry.applications.top.asking import IS_IT_STARTED, addresses, present
 from kvferry.control.construction import create_registry_client, credentials_of
 from kvferry.control.registry import Registry
 from kvferry.errors import ConfigurationError, ObserveError, RegistryError
@@ -85,10 +85,7 @@ class _Endpoint(_Target):
         try:
             seen = self._ask("POST", "drain", 202)
         except httpx.HTTPError as error:
-            raise ObserveError(
-                f"nobody answers at {self._address} ({error}): is the endpoint started, with KVFERRY_OBSERVE_PORT, and "
-                "does KVFERRY_OBSERVE_HOST let you in?"
-            ) from error
+            raise ObserveError(f"nobody answers at {self._address} ({error}): {IS_IT_STARTED}") from error
         return f"{seen.side} rank {seen.rank} of {seen.engine!r} at {self._address} drains"
 
     def open(self) -> list[str]:

@@ -25,6 +25,10 @@ _ADDRESS = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<first>\d{1,5})(?
 _STATUS = msgspec.json.Decoder(EndpointStatus)
 
 
+IS_IT_STARTED = "is the endpoint started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?"
+"""What may help where nobody listens."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What an endpoint has answered, or not.
@@ -139,7 +143,7 @@ def _why(error: httpx.HTTPError) -> tuple[str, str]:
     if isinstance(error, httpx.ConnectError) and "refused" in str(error).lower():
         return (
             f"{error}: the host is there, and nobody listens",
-            "is the endpoint started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?",
+            IS_IT_STARTED,
         )
     return str(error), "is the name or address right, and is there a route to it? `ip route get` says"
 
