@@ -32,6 +32,10 @@ class StagingSizes:
     chunk_bytes: int
     measured_bytes: int
 
+    def of_sender(self, gather_workers: int) -> list[int]:
+        """Returns the pieces of memory that a prefill endpoint begins with: one to measure with, and one a worker."""
+        return [self.measured_bytes, *[self.ring_bytes] * gather_workers]
+
 
 DEFAULTS: Mapping[MemoryKind, StagingSizes] = {
     MemoryKind.DRAM: StagingSizes(32 * MIB, 8 * MIB, 2 * MIB),
@@ -63,7 +67,7 @@ def staging_notice(settings: Settings, device: Device, *, sends: bool) -> str:
     if device.kind is MemoryKind.DRAM or settings.forced_path not in (None, TransferPath.STAGED):
         return ""
     sizes = staging_sizes(settings, device.kind)
-    now = sizes.measured_bytes + settings.gather_workers * sizes.ring_bytes if sends else sizes.ring_bytes
+    now = sum(sizes.of_sender(settings.gather_workers)) if sends else sizes.ring_bytes
     return (
         f"staging takes {now / MIB:g} MiB of {device} beside the pool, and up to {settings.staging_memory_mib:g} MiB "
         "(KVFERRY_STAGING_MEMORY_MIB) as more ranks connect. An engine that sizes its cache to what is free leaves "

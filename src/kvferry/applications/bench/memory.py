@@ -69,7 +69,7 @@ def staging_bytes(options: BenchOptions, side: Side) -> int:
     settings = Settings()
     sizes, most = staging_sizes(settings, options.device.kind), int(settings.staging_memory_mib * 2**20)
     if side is options.prefill:
-        wanted = settings.gather_workers * sizes.ring_bytes + sizes.measured_bytes
+        wanted = sum(sizes.of_sender(settings.gather_workers))
     else:
         wanted = options.prefill.tp_size * sizes.ring_bytes
     return sum(variant_of(name).may_stage for name in options.variants) * min(wanted, most)

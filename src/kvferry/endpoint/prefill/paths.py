@@ -132,7 +132,7 @@ class SendingStaging:
     def _take_memory(self) -> None:
         """Allocates what every worker that gathers begins with, and what calibrations need. Raises as `__init__`."""
         settings, layout = self._settings, self._layout
-        sizes = [self._sizes.measured_bytes, *[self._ring_bytes] * settings.gather_workers]
+        sizes = self._sizes.of_sender(settings.gather_workers)
         if sum(sizes) > settings.staging_memory_mib * 2**20:
             raise SettingsError(
                 f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
