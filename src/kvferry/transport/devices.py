@@ -23,7 +23,7 @@ def rdma_devices() -> dict[str, str]:
 
 def interfaces() -> dict[str, str]:
     """Returns network interfaces by name, each with its state."""
-    return {name: _text(_INTERFACES / name / "operstate") for name in _entries(_INTERFACES)}
+    return {name: text_of(_INTERFACES / name / "operstate", "unknown") for name in _entries(_INTERFACES)}
 
 
 def interface_of(address: str) -> str | None:
@@ -59,11 +59,12 @@ def _entries(folder: Path) -> list[str]:
 
 def _ports(device: Path) -> str:
     states = sorted((device / "ports").glob("*/state"))
-    return ", ".join(_text(state) for state in states) or "no port"
+    return ", ".join(text_of(state, "unknown") for state in states) or "no port"
 
 
-def _text(file: Path) -> str:
+def text_of(file: Path, otherwise: str) -> str:
+    """Returns what a file of the system's says; something else if it does not."""
     try:
         return file.read_text().strip()
     except OSError:
-        return "unknown"
+        return otherwise

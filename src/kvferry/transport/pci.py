@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 
+from kvferry.transport.devices import text_of
+
 _SYS = Path("/sys")
 _DISPLAY_CLASSES = ("0x0300", "0x0302", "0x0380", "0x1200")
 """VGA, 3D and other display controllers, and processing accelerators: as a GPU of a server may call itself."""
@@ -87,9 +89,9 @@ def read_topology(system: Path = _SYS) -> Topology:
         system: the system's tree.
     """
     gpus = [
-        PciDevice(folder.name, _path(folder), _node(folder), _GPU_VENDORS[_text(folder / "vendor")])
+        PciDevice(folder.name, _path(folder), _node(folder), _GPU_VENDORS[text_of(folder / "vendor", "")])
         for folder in _folders(system / "bus" / "pci" / "devices")
-        if _text(folder / "vendor") in _GPU_VENDORS and _text(folder / "class").startswith(_DISPLAY_CLASSES)
+        if text_of(folder / "vendor", "") in _GPU_VENDORS and text_of(folder / "class", "").startswith(_DISPLAY_CLASSES)
     ]
     rdma = list(_network_devices(_folders(system / "class" / "infiniband")))
     buses = {nic.path for nic in rdma}
@@ -105,8 +107,8 @@ def _network_devices(folders: Iterable[Path]) -> Iterable[PciDevice]:
 
 
 def _kind(folder: Path) -> str:
-    layers = sorted({_text(layer) for layer in (folder / "ports").glob("*/link_layer")})
-    if _text(folder / "device" / "vendor") == _AMAZON and (folder / "ports").is_dir():
+    layers = sorted({text_of(layer, "") for layer in (folder / "ports").glob("*/link_layer")})
+    if text_of(folder / "device" / "vendor", "") == _AMAZON and (folder / "ports").is_dir():
         return "EFA"
     if layers == ["Ethernet"]:
         return "RoCE"
@@ -124,16 +126,9 @@ def _path(device: Path) -> tuple[str, ...]:
 
 
 def _node(device: Path) -> int:
-    text = _text(device / "numa_node")
+    text = text_of(device / "numa_node", "")
     return int(text) if text.lstrip("-").isdecimal() else -1
 
 
 def _folders(folder: Path) -> Sequence[Path]:
     return sorted(folder.iterdir()) if folder.is_dir() else []
-
-
-def _text(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""
