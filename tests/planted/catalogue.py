@@ -260,7 +260,8 @@ CATALOGUE = (
         "the consumer goes on before its pages are filled: only what is gathered is waited for",
         "staging/gpu.py",
         "alignment=alignment_of(copy.alignment, where)))\n        stream.synchronize()",
-        "alignment=alignment_of(copy.alignment, where)))\n        if copies[0].is_gather:\n            stream.synchronize()",
+        "alignment=alignment_of(copy.alignment, where)))\n        if copies[0].is_gather:\n            "
+        "stream.synchronize()",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
