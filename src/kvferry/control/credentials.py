@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ssl
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +22,20 @@ from kvferry.errors import SettingsError
 
 _SALT = b"kvferry 1"
 """Other derivations from the same secret, in other programs or later versions, have nothing in common with these."""
+
+
+def bearing(token: str | None) -> dict[str, str]:
+    """Returns the header with which a request carries a token; none without one."""
+    return {} if token is None else {"authorization": f"Bearer {token}"}
+
+
+def bears(given: Sequence[bytes], token: str) -> bool:
+    """Returns whether a request carries a token, in a time that does not depend on how much of it is right.
+
+    Args:
+        given: the values of its `authorization` headers, of which there must be one.
+    """
+    return len(given) == 1 and hmac.compare_digest(given[0], bearing(token)["authorization"].encode())
 
 
 @dataclass(frozen=True, slots=True)

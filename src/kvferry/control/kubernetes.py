@@ -15,6 +15,7 @@ from urllib.parse import quote
 import msgspec
 
 from kvferry.answers import request
+from kvferry.control.credentials import bearing
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.links.pods import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity
@@ -142,7 +143,7 @@ class KubernetesClient(Orchestrator):
                 self._url + path,
                 most_bytes=_LARGEST_ANSWER_BYTES,
                 timeout_s=self._timeout_s,
-                headers={"authorization": f"Bearer {token}"},
+                headers=bearing(token),
             )
             return answer.status, answer.body
         except OSError as error:

@@ -16,7 +16,7 @@ import msgspec
 
 from kvferry._version import __version__
 from kvferry.answers import Answer, request
-from kvferry.control.credentials import client_context
+from kvferry.control.credentials import bearing, client_context
 from kvferry.control.owning_process import OwningProcess
 from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_messages import (
@@ -119,7 +119,7 @@ class RegistryClient(Registry):
                 "see docs/security.md",
                 self._url,
             )
-        self._headers = {"authorization": f"Bearer {token}"} if token is not None else {}
+        self._headers = bearing(token)
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
         self._views: dict[str, _KnownView] = {}  # by engine

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import hmac
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvferry.control.credentials import bears
 from kvferry.control.http_server import HttpServer
 from kvferry.errors import ObserveError, SettingsError
 from kvferry.observe.metrics import Metrics
@@ -133,8 +133,7 @@ class ObserveServer(HttpServer):
                 "drain it",
                 403,
             )
-        given = request.headers.get("authorization", "")
-        if hmac.compare_digest(given.encode(), f"Bearer {self._token}".encode()):
+        if bears([value for name, value in request.headers.raw if name == b"authorization"], self._token):
             return None
         return Response(
             "only those who know this endpoint's secret may drain it (KVFERRY_SECRET_FILE, KVFERRY_SECRET)",

@@ -13,6 +13,7 @@ import msgspec
 from kvferry.answers import request
 from kvferry.applications.top.asking import IS_IT_STARTED, addresses, present
 from kvferry.control.construction import create_registry_client, credentials_of
+from kvferry.control.credentials import bearing
 from kvferry.control.registry import Registry
 from kvferry.errors import ConfigurationError, ObserveError, RegistryError
 from kvferry.observe.status import LoadStatus
@@ -79,7 +80,7 @@ class _Endpoint(_Target):
     def __init__(self, client: httpx.Client, address: str, token: str | None) -> None:
         self._client = client
         self._address = address
-        self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        self._headers = bearing(token)
 
     def begin(self) -> str:
         try:
