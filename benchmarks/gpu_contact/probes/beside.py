@@ -12,14 +12,13 @@ in the same process cost. What steps compute is compared with what they computed
 from __future__ import annotations
 
 import itertools
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import numpy as np
 from benchmarks.compute_beside_transfers import PAGE_BYTES, Others, Requests, endpoint_of, pool
-from benchmarks.gpu_contact.probes.common import DeviceName, parser, percentiles_us, tell
+from benchmarks.gpu_contact.probes.common import DeviceName, parser, percentiles_us, tell_and_exit
 
 PHASES = ("alone", "beside", "apart")
 
@@ -180,9 +179,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--path", choices=("direct", "staged", "auto"), default="staged")
     typed = options.parse_args()
-    found = measure(typed.device, typed.path, is_tiny=typed.tiny, seconds=typed.seconds)
-    tell(found)
-    sys.exit(not found["exact"])
+    tell_and_exit(measure(typed.device, typed.path, is_tiny=typed.tiny, seconds=typed.seconds))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ each is a call to the driver: this is what decides from which size on the direct
 from __future__ import annotations
 
 import statistics
-import sys
 from itertools import product
 
 import numpy as np
@@ -22,7 +21,7 @@ from benchmarks.gpu_contact.probes.common import (
     parser,
     pattern,
     seconds_of,
-    tell,
+    tell_and_exit,
 )
 from benchmarks.gpu_contact.probes.receiver import Receiver, finish, sender
 
@@ -103,9 +102,7 @@ def measure(device: DeviceName, *, is_tiny: bool, seconds: float) -> dict[str, o
 def main() -> None:
     """Measures and prints."""
     typed = parser(__doc__).parse_args()
-    found = measure(typed.device, is_tiny=typed.tiny, seconds=typed.seconds)
-    tell(found)
-    sys.exit(not found["exact"])
+    tell_and_exit(measure(typed.device, is_tiny=typed.tiny, seconds=typed.seconds))
 
 
 if __name__ == "__main__":

@@ -5,11 +5,10 @@ python -m benchmarks.gpu_contact.probes.first_write [--device cpu --tiny]
 
 from __future__ import annotations
 
-import sys
 import time
 
 import numpy as np
-from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser, pattern, tell
+from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser, pattern, tell_and_exit
 from benchmarks.gpu_contact.probes.receiver import Receiver, finish, sender
 
 _BLOCK_BYTES = 32 << 10
@@ -60,9 +59,7 @@ def measure(device: DeviceName, *, is_tiny: bool) -> dict[str, object]:
 def main() -> None:
     """Measures and prints."""
     typed = parser(__doc__).parse_args()
-    found = measure(typed.device, is_tiny=typed.tiny)
-    tell(found)
-    sys.exit(not found["exact"])
+    tell_and_exit(measure(typed.device, is_tiny=typed.tiny))
 
 
 if __name__ == "__main__":

@@ -10,12 +10,11 @@ needs there: a gather, a copy of the whole into the mapped pool, and a scatter.
 from __future__ import annotations
 
 import statistics
-import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from benchmarks.gpu_contact.probes.common import MIB, Clock, DeviceName, parser, seconds_of, synchronize, tell
+from benchmarks.gpu_contact.probes.common import MIB, Clock, DeviceName, parser, seconds_of, synchronize, tell_and_exit
 from benchmarks.gpu_contact.probes.receiver import digest
 
 from kvferry.layout import Device, MemoryKind, Region
@@ -130,9 +129,7 @@ def measure(device: DeviceName, *, is_tiny: bool, seconds: float) -> dict[str, o
 def main() -> None:
     """Measures and prints."""
     typed = parser(__doc__).parse_args()
-    found = measure(typed.device, is_tiny=typed.tiny, seconds=typed.seconds)
-    tell(found)
-    sys.exit(not found["exact"])
+    tell_and_exit(measure(typed.device, is_tiny=typed.tiny, seconds=typed.seconds))
 
 
 if __name__ == "__main__":
