@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.support.registered_ranks import rank
+from tests.support.statuses import WELL
 
 from kvferry.control.etcd_registry import _RECORD, _Record
 from kvferry.control.leases import Leases
@@ -21,7 +22,6 @@ from kvferry.observe.status import (
     LostPeerStatus,
     PeerStatus,
     RoomStatus,
-    Side,
     StagingStatus,
     ThreadStatus,
 )
@@ -30,26 +30,9 @@ from kvferry.protocol.wire.versions import SPOKEN, Versions
 
 NEW = rank(protocol_version=12, newest_protocol_version=13)
 VIEW = EngineView(engine="prefill", registrations=(NEW,), world_size=2, complete=False)
-STATUS = EndpointStatus(
-    side=Side.DECODE,
-    engine="e",
-    rank=0,
-    endpoint="d0",
-    version="1",
-    process=1,
-    at_unix_s=1.0,
-    up_s=1.0,
-    peer_timeout_s=1.0,
-    heartbeat_s=1.0,
-    problem="",
-    states={},
-    oldest_room_s=0.0,
-    quarantined_pages=0,
-    quarantine_s=0.0,
+STATUS = msgspec.structs.replace(
+    WELL,
     rooms=(RoomStatus(room=1, state="s", age_s=1.0, chunks=1, path="", moved_bytes=1, waits_for="", peers=("p",)),),
-    peers=(PeerStatus(name="p", state="ready", is_ready=True, silent_s=0.0),),
-    staging=StagingStatus(),
-    threads=(ThreadStatus(name="t", is_alive=True, failures=0, last_failure=""),),
     quarantine=(LostPeerStatus(endpoint="p", lost_for_s=1.0, pages=1, ring_bytes=1, proof="", frees=()),),
 )
 EXAMPLES: list[msgspec.Struct] = [
