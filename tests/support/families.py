@@ -181,3 +181,9 @@ ATTENTION: Final[tuple[Family, ...]] = (
 )
 
 FAMILIES: Final = ATTENTION + RECURRENT
+
+
+def family_of(name: str) -> Family:
+    """The family of a name."""
+    (family,) = (each for each in FAMILIES if each.name == name)
+    return family

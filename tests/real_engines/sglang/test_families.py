@@ -5,9 +5,8 @@ No model runs. What runs on a CPU is compared token by token elsewhere: docs/fam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from tests.real_engines.sglang.built import Built, BuiltRank, Shape
 from tests.support.collecting import missing_tests
 from tests.support.crossings import cross
 from tests.support.described import wrong_bytes
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, family_of
 from tests.support.family_cells import Shape as FamilyShape
 from tests.support.family_cells import Status, cells, sglang_cell
 from tests.support.model_family import Family
@@ -49,20 +48,6 @@ def exchanged(shape: FamilyShape) -> list[Family]:
         if status(each, shape) is Status.TOKENS
         or (status(each, shape) is Status.BYTES and sglang_cell(each, shape).test.startswith(HERE))
     ]
-
-
-@pytest.fixture(scope="module")
-def latest_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
-    """Keeps one family's engines, by its name, for all tests in a row that are of it.
-
-    A parametrized fixture would not: it tells its cases apart by their place, and each test of a family has another.
-    """
-    return lru_cache(maxsize=1)(lambda name: of_family(name, tmp_path_factory.mktemp("family")))
-
-
-@pytest.fixture
-def built(request: pytest.FixtureRequest, latest_family: Callable[[str], Built]) -> Built:
-    return latest_family(request.param.name)
 
 
 def of_families(
@@ -125,8 +110,7 @@ def test_a_family_that_sglang_lacks_is_not_in_its_registry(family: Family):
 
 
 def of_family(name: str, folder: Path) -> Built:
-    (family,) = (each for each in FAMILIES if each.name == name)
-    return Built(family, folder)
+    return Built(family_of(name), folder)
 
 
 def mirrored(place: RankCoordinates) -> RankCoordinates:

@@ -7,9 +7,8 @@ Blocks are as GPUs have them, where tokens can be told apart. What runs on a CPU
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from tests.real_engines.vllm.built import Built, BuiltRank, Shape, install_stand
 from tests.support.collecting import missing_tests
 from tests.support.crossings import cross
 from tests.support.described import wrong_bytes
-from tests.support.families import FAMILIES
+from tests.support.families import FAMILIES, family_of
 from tests.support.family_cells import SPARSE, Status, cells, vllm_cell
 from tests.support.family_cells import Shape as FamilyShape
 from tests.support.model_family import Family
@@ -47,20 +46,6 @@ def stand_ins() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         install_stand_ins(patch)
         yield
-
-
-@pytest.fixture(scope="module")
-def latest_family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Built]:
-    """Keeps one family's engines, by its name, for all tests in a row that are of it.
-
-    A parametrized fixture would not: it tells its cases apart by their place, and each test of a family has another.
-    """
-    return lru_cache(maxsize=1)(lambda name: of_family(name, tmp_path_factory.mktemp("family")))
-
-
-@pytest.fixture
-def built(request: pytest.FixtureRequest, latest_family: Callable[[str], Built]) -> Built:
-    return latest_family(request.param.name)
 
 
 def has_stages(family: Family) -> bool:
@@ -152,8 +137,7 @@ def test_a_family_that_vllm_lacks_is_refused_by_vllm(family: Family, tmp_path: P
 
 
 def of_family(name: str, folder: Path) -> Built:
-    (family,) = (each for each in FAMILIES if each.name == name)
-    return Built(family, folder)
+    return Built(family_of(name), folder)
 
 
 def test_heads_shifted_by_one_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
