@@ -14,8 +14,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import TransportError
 from kvferry.layout import Device, Region
-from kvferry.plan.packing import PackedSide
-from kvferry.staging import Kernels, StagingMemory
+from kvferry.staging import Kernels
 from kvferry.staging.accelerator import (
     Accelerator,
     CopyLaunch,
@@ -29,10 +28,10 @@ from kvferry.staging.accelerator import (
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
 from kvferry.testing.device.device import DeviceEvent, FakeDevice, FakeStream, IllegalAddressError
 from kvferry.testing.device.ordering import ranges_of
+from kvferry.testing.made_up_resources import MadeUpResources
 
 
 class _Numbers(DeviceArray):
@@ -202,8 +201,10 @@ class FakeSharing(Sharing):
         self._mappings.unmap(address)
 
 
-class FakeResources(StagingResources):
+class FakeResources(MadeUpResources):
     """The kernels for GPUs on a fake device, and memory that only looks as if it were the device's."""
+
+    alignment = 256
 
     def __init__(self, device: FakeDevice, host: str = "this host") -> None:
         """Takes the device, and the name of the machine that it is in."""
@@ -212,17 +213,6 @@ class FakeResources(StagingResources):
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return GpuKernels(regions, FakeAccelerator(self._device))
-
-    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
-        memory = np.zeros(num_bytes + 256, np.uint8)
-        address = memory.ctypes.data + -memory.ctypes.data % 256
-        return StagingMemory(Region(address, num_bytes), device, memory)
-
-    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
-        return 1e9
-
-    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
-        return ""
 
     def mapped_copies(self, device: Device) -> MappedCopies:
         return MappedCopies(ThreadStreams(FakeAccelerator(self._device)), FakeSharing(self._device, self._host))

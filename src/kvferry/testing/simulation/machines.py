@@ -7,8 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
-
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.leases import Leases
@@ -24,7 +22,6 @@ from kvferry.layout import Device, RankLayout, Region
 from kvferry.observe.status import ThreadStatus
 from kvferry.plan import PathCosts
 from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import PackedSide
 from kvferry.protocol.links.pods import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
@@ -33,8 +30,8 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies
+from kvferry.testing.made_up_resources import MadeUpResources
 from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import Transport
@@ -97,7 +94,7 @@ class PlainKernels(Kernels):
             raise problem
 
 
-class SimulatedResources(StagingResources):
+class SimulatedResources(MadeUpResources):
     """Memory that is there, and copies that take no time."""
 
     def __init__(self, chance: random.Random, copying_fails: Callable[[], Exception | None]) -> None:
@@ -112,17 +109,6 @@ class SimulatedResources(StagingResources):
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return PlainKernels(self._copying_fails)
-
-    def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
-        memory = np.zeros(num_bytes + 64, np.uint8)
-        address = memory.ctypes.data + -memory.ctypes.data % 64
-        return StagingMemory(Region(address, num_bytes), device, memory)
-
-    def copy_bytes_per_s(self, kernels: Kernels, sides: Sequence[PackedSide], memory: StagingMemory) -> float:
-        return 1e9
-
-    def why_not_mapped(self, regions: Sequence[Region], device: Device) -> str:
-        return ""
 
     def mapped_copies(self, device: Device) -> MappedCopies:
         raise TransportUnavailableError(f"nobody can map memory on {device} in the simulation")
