@@ -203,12 +203,12 @@ class EtcdMembers:
         if not self._process.is_this:
             return
         with self._lock:
-            session, self._session, self._is_closed = self._session, None, True
-            streams = list(self._streams)
+            self._is_closed = True
+            session, streams = self._session, list(self._streams)
         for each in streams:
             getattr(each.raw, "shutdown", each.raw.close)()  # before urllib3 2.3 the reader notices later
         if session is not None:
-            session.close()
+            session.close()  # may be closed again: the call before may have been interrupted here
 
     def _connections(self) -> tuple[Etcd3Client, ...]:
         self._process.check(f"the client of the registry at {self._address.url}")

@@ -283,9 +283,10 @@ class RegistryClient(Registry):
         if not self._process.is_this:
             return
         with self._lock:
-            http, self._http, self._is_closed = self._http, None, True
+            self._is_closed = True
+            http = self._http
         if http is not None:
-            http.close()
+            http.close()  # may be closed again: the call before may have been interrupted here
 
     def _connections(self) -> httpx.Client:
         # Imported at the first request: it would take most of the time that `import kvferry` takes.

@@ -36,15 +36,15 @@ class _Shared:
     """A client, and who uses it.
 
     Attributes:
+        users: who has not closed it; the lock of `SharedRegistries` guards them.
         lock: guards the rest.
-        users: how many have not closed it.
         look_ups: by engine, while any are made.
         watchers: who wants to hear of changes.
     """
 
     client: Registry
+    users: set[SharedRegistry] = field(default_factory=set)
     lock: threading.Lock = field(default_factory=threading.Lock)
-    users: int = 0
     look_ups: dict[str, _LookUps] = field(default_factory=dict)
     watchers: dict[SharedRegistry, list[OnChange]] = field(default_factory=dict)
     is_watching: bool = False
@@ -76,24 +76,25 @@ class SharedRegistries:
             shared = self._shared.get(key)
             if shared is None:
                 shared = self._shared[key] = _Shared(make())
-            shared.users += 1
-        return SharedRegistry(shared, lambda: self._leave(key, shared))
+            user = SharedRegistry(shared, lambda user: self._leave(key, shared, user))
+            shared.users.add(user)
+        return user
 
-    def _leave(self, key: Hashable, shared: _Shared) -> None:
+    def _leave(self, key: Hashable, shared: _Shared, user: SharedRegistry) -> None:
         with self._lock:
-            shared.users -= 1
-            is_last = shared.users == 0
-            if is_last:
+            shared.users.discard(user)
+            is_unused = not shared.users
+            if is_unused and self._shared.get(key) is shared:
                 del self._shared[key]
-        if is_last:
+        if is_unused:
             shared.client.close()
 
 
 class SharedRegistry(Registry):
     """One user's share of a client that the whole process has."""
 
-    def __init__(self, shared: _Shared, leave: Callable[[], None]) -> None:
-        """Takes the client, and what is called when this user has closed it."""
+    def __init__(self, shared: _Shared, leave: Callable[[SharedRegistry], None]) -> None:
+        """Takes the client, and what is called when this user closes it, as often as it does."""
         self._shared = shared
         self._leave = leave
         self._is_closed = False
@@ -198,9 +199,8 @@ class SharedRegistry(Registry):
         self._client.load()
 
     def close(self) -> None:
-        """Ends this user's share, see `Registry.close`."""
+        """Ends this user's share, see `Registry.close`. Where an exception interrupted it, the next call finishes."""
         with self._shared.lock:
-            was_closed, self._is_closed = self._is_closed, True
+            self._is_closed = True
             self._shared.watchers.pop(self, None)
-        if not was_closed:
-            self._leave()
+        self._leave(self)

@@ -38,6 +38,7 @@ from kvferry import (
 from kvferry.control.registry_client import RegistryClient
 from kvferry.endpoint.construction import endpoint_name
 from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.errors import (
@@ -54,6 +55,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.protocol.links.link import Link
+from kvferry.protocol.wire.registrations import EngineView
 from kvferry.staging import memory
 from kvferry.testing.transports import FaultyTransport
 
@@ -540,10 +542,13 @@ def interrupted_at(line: int, call: Callable[[], None], files: Sequence[str]) ->
 def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_url: str, side: str, tier: Tier):
     """Ctrl-C reaches the main thread between any two lines."""
     files = {
-        "prefill": ("endpoint.py", "driver.py", "rooms.py", "registration.py", "telemetry.py", "registry_client.py"),
+        "prefill": (
+            *("endpoint.py", "driver.py", "rooms.py", "registration.py", "telemetry.py"),
+            *("registry_client.py", "shared_registry.py"),
+        ),
         "decode": (
             *("endpoint.py", "driver.py", "rooms.py", "links.py", "quarantine.py", "connections.py"),
-            *("control/ends.py", "control/channel.py"),
+            *("control/ends.py", "control/channel.py", "registry_client.py", "shared_registry.py"),
         ),
     }[side]
     before, network, open_files = our_threads(), InProcessNetwork(), []
@@ -571,7 +576,41 @@ def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_u
         if not is_interrupted:
             break
     assert line > 20, "otherwise nothing was interrupted"
-    assert max(open_files[5:]) <= open_files[2] + 8, str(open_files)  # the registry's connections come and go
+    eventually(f"no more files than {open_files} are open", lambda: psutil.Process().num_fds() <= open_files[2])
+
+
+def test_what_is_looked_up_until_a_close_is_interrupted_is_not_taken_by_the_next(
+    monkeypatch: pytest.MonkeyPatch, registry_url: str
+):
+    """The registry answers once nothing takes its answer any more, and the next close finds its client closed."""
+    asked, may_answer = threading.Event(), threading.Event()
+    ask, close_links = RegistryClient.engine, Links.close
+
+    def slow(client: RegistryClient, name: str) -> EngineView:
+        asked.set()
+        assert may_answer.wait(WAIT_S)
+        return ask(client, name)
+
+    def answered_first(links: Links) -> None:
+        may_answer.set()
+        close_links(links)
+
+    def interrupted() -> None:
+        raise Interrupted
+
+    monkeypatch.setattr(RegistryClient, "engine", slow)
+    monkeypatch.setattr(Links, "close", answered_first)
+    transport = FaultyTransport(InProcessNetwork())
+    settings = Settings(registry_url=registry_url, close_timeout_s=0.05)
+    decode = DecodeEndpoint(MEMORY.layout, settings=settings, transport=transport)
+    decode.open(1, [0], engine="nowhere")
+    assert asked.wait(WAIT_S)
+    with monkeypatch.context() as patch:
+        patch.setattr(transport, "close", interrupted)
+        with pytest.raises(Interrupted):
+            decode.close()
+    decode.close()
+    assert is_closed(transport)
 
 
 def test_nothing_works_after_close(pair: Callable[..., Requests]):

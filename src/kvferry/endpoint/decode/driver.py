@@ -124,7 +124,8 @@ class DecodeDriver(Loop):
         self._is_stopping.set()
         self.context.end.wake()
         yield lambda: not self._thread.is_alive, float("inf")
-        self._work_inbox(self._now())
+        if not self._links.is_closed:  # a look-up that ends later finds the registry's client closed
+            self._work_inbox(self._now())
         yield from self.rooms.arrivals.closing()
         self._links.close()
         self.context.end.close()

@@ -78,6 +78,7 @@ class Links:
         rooms_of: the rooms that are open through each.
         refusals: of rooms that will not be opened, which ranks are still to hear of.
         quarantine: ranks that were lost, and may still write.
+        is_closed: whether `close` was called: nothing may be looked up or connected any more.
     """
 
     def __init__(self, context: DecodeContext, apply: Callable[[ReceivingRoom, ReceiverEvent, float], None]) -> None:
@@ -98,7 +99,7 @@ class Links:
         self._current: dict[LinkKey, Link] = {}
         self.retired: list[Link] = []
         self._callers: list[_Caller] = []
-        self._is_closed = False
+        self.is_closed = False
         self._is_watching = False
         self._overtaken: set[Link] = set()  # whose look-up may have missed a change
         self._next_attempt = partial(next, itertools.count(1))
@@ -133,7 +134,7 @@ class Links:
         caller = _Caller()
         self._callers.append(caller)
         try:
-            if self._is_closed:  # `close` answers whoever had been added before
+            if self.is_closed:  # `close` answers whoever had been added before
                 raise EndpointClosedError("the endpoint was closed")
             self._context.submit(partial(self._take_caller, caller, key))
             caller.ready.result(timeout_s)
@@ -355,14 +356,14 @@ class Links:
                 self.connections.leave(link)
 
     def close(self) -> None:
-        """Sends a close message to every peer, after the endpoint's thread has ended."""
+        """Sends a close message to every peer, after the endpoint's thread has ended. May be called again."""
+        self.is_closed = True
         self._resolver.close()
         self.quarantine.close()
         ready = [link for link in self.current if link.state is LinkState.READY]
         unused = set(ready) - set(self._with_rooms)
         self.quarantine.keep_for_good({peer.endpoint for link in unused for peer in link.peers})
         self.connections.close()
-        self._is_closed = True
         for caller in list(self._callers):
             if not caller.ready.done():
                 caller.ready.set_exception(EndpointClosedError("the endpoint was closed"))
