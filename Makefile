@@ -46,6 +46,9 @@ GPU_WHEELS := .gpu-wheels
 OUT ?= .gpu-contact
 SECTIONS ?=
 PART ?=
+# Nothing is compiled as it is installed: of an engine's 20,000 modules few are run, and those are compiled when they are.
+# Pip takes the value for what it does, not for what the name says.
+export PIP_NO_COMPILE := 0
 # How long `make fuzz` and `make soak` take.
 MINUTES ?= 5
 SOAK_FLAGS ?=

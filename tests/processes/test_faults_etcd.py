@@ -181,6 +181,8 @@ def test_most_members_are_partitioned(cluster: EtcdCluster, scene: Scene):
         newcomers = [Newcomers(scene), Newcomers(scene, prefill=scene.pair)]
         scene.serve_for(1.5 * LEASE_S)
         assert not any(each.have_met for each in newcomers)
+        # Not before every member has been asked, and the last given up.
+        eventually("the newcomer says why", lambda: newcomers[0].prefill.registry_error is not None)
         assert isinstance(newcomers[0].prefill.registry_error, RegistryError)
         assert "cannot be reached" in str(newcomers[0].prefill.registry_error)
     finally:
