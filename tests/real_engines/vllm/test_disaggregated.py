@@ -190,12 +190,13 @@ def test_an_engine_that_a_gateway_misspells_is_named_in_the_logs_of_both_servers
         )
         for said, server in ((here, "decode-misled"), (there, "prefill-asked")):
             eventually(f"{server} says it", lambda s=said, log=logs[server]: re.search(s, log.read_text()) is not None)
-        assert pair.decode.output(name).reason == "error"
-        pair.prefill.output(name)
 
     misspell(1_000_001, "no decode rank is connected")
     pair.run([prompt], "connected")
     misspell(1_000_002, "connected are decode ranks, 1 of 'decode-misled'")
+    for name in ("misspelled-1000001", "misspelled-1000002"):
+        assert pair.decode.output(name).reason == "error"
+        pair.prefill.output(name)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
