@@ -1,6 +1,6 @@
 """What 10,000 ranks take of a registry, what they do to one that comes back, and how long many ranks take to attach.
 
-    python -m benchmarks.control_plane [--ranks 10000] [--lease-s 10] [--attach 64x16,16x64] [--etcd etcd] [--json]
+    python -m benchmarks.control_plane [--ranks 10000] [--lease-s 10] [--attach 64x64] [--etcd etcd] [--json]
 
 * **Steady**: the registry's own command as a process, and ranks in engines of 64 in processes of their own. Each rank
   has a connection of its own, kept open, registers over HTTP, and renews when `Renewals` says, as a prefill rank does.
@@ -8,11 +8,10 @@
 * **Restart**: the registry is killed and comes back on the same port with nothing in memory. The busiest second, what
   failed then, and when the last rank was registered again.
 * **Look-ups**: CPU time of the registry for one look-up of an engine of 64 ranks: new, and unchanged.
-* **Attach**: whole prefill and decode endpoints over sockets of this machine, all threads of all ranks taking turns in
-  one, so that nothing is measured but their work. Every decode rank attaches to every prefill rank. Wall-clock time of
-  all of it on that one core, and CPU time of a rank's own threads: what it takes where each rank has a core. All ranks
-  being in one process, an attachment takes six descriptors of it: 64x64 needs a limit of 25,000 (`ulimit -Hn`). What a
-  rank does depends on how many others it attaches to: 64x16 and 16x64 show it for 64 with a quarter of that.
+* **Attach**: whole prefill and decode endpoints over sockets of this machine. Each side is a process in which all
+  threads of all ranks take turns in one, so that nothing is measured but their work. Every decode rank attaches to
+  every prefill rank. Wall-clock time of all of it, on two cores, and CPU time, in part for looks at what has not come
+  yet. An attachment takes four descriptors of the decode side: 64x64 needs a limit of 17,400 (`ulimit -Hn`).
 * **etcd**, where `--etcd` names the program: the same ranks by `EtcdRegistry`, in a few processes.
 """
 
@@ -22,7 +21,6 @@ import argparse
 import asyncio
 import contextlib
 import heapq
-import itertools
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -63,6 +61,8 @@ from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import InProcessNetwork, InProcessTransport
+from kvferry.transport.base import PeerMetadata
+from kvferry.transport.inprocess import InProcessConnection
 
 ENGINE_RANKS = 64
 LAYERS = 61
@@ -527,51 +527,70 @@ def layout(shape: str, coordinates: RankCoordinates) -> RankLayout:
     return virtual_layout(sharded, coordinates, VirtualPools(num_pages=1024, layers_per_stage=(LAYERS,)))
 
 
-class Engines:
-    """A prefill and a decode engine, tensor-parallel both, all of their threads in this one."""
+_FILES_AN_ATTACHMENT = 4
+"""Of the decode side's process: a socket, and what ZMQ wakes its threads and ours by. The prefill side takes one."""
 
-    def __init__(self, shape: str, prefill_ranks: int, decode_ranks: int) -> None:
+
+class Unmoved(InProcessTransport):
+    """Connects to ranks of another process, to which no bytes are moved here."""
+
+    def open(self, peer: PeerMetadata) -> InProcessConnection:
+        """Takes what a rank says of its memory."""
+        return InProcessConnection(peer, self)
+
+
+class Engine:
+    """One side's ranks, tensor-parallel, all of their threads in this one.
+
+    Attributes:
+        endpoints: the ranks.
+        registry: where prefill ranks register, and decode ranks look them up.
+    """
+
+    def __init__(self, shape: str, side: str, count: int, *, others: int) -> None:
         self.registry = RegistryProcess(1e9)
-        network, numbers = InProcessNetwork(), itertools.count()
+        self.endpoints: list[Any] = []
+        self._loops: list[Loop] = []
         settings = Settings(
             registry_url="http://registry:1",
             path="direct",
             host="127.0.0.1",
             workers=1,
             queues=1,
-            max_decode_ranks=max(64, decode_ranks),
+            max_decode_ranks=max(64, others),
             # All ranks take turns on one core, so that an answer takes as long as all of them: nobody is to ask twice.
             heartbeat_interval_s=300,
             bootstrap_timeout_s=600,
             peer_timeout_s=600,
         )
-        self.cpu_s = {"prefill": 0.0, "decode": 0.0}
-        self._loops: dict[str, list[Loop]] = {"prefill": [], "decode": []}
-        self._endpoints: list[kf.PrefillEndpoint | kf.DecodeEndpoint] = []
-        self.decoders: list[kf.DecodeEndpoint] = []
-        for side, count in (("prefill", prefill_ranks), ("decode", decode_ranks)):
-            for rank in range(count):
-                machine = Machine(next(numbers), self.registry)
-                coordinates = RankCoordinates(tp_rank=rank, tp_size=count)
-                arguments: dict[str, Any] = {
-                    "engine": side,
-                    "coordinates": coordinates,
-                    "settings": settings,
-                    "transport": InProcessTransport(network, f"{side}-{rank}"),
-                    "platform": machine,
-                }
-                if side == "prefill":
-                    kf.PrefillEndpoint(layout(shape, coordinates), host_registry=False, **arguments)
-                    assert machine.keeper is not None
-                    machine.keeper.renew()
-                else:
-                    self.decoders.append(kf.DecodeEndpoint(layout(shape, coordinates), **arguments))
-                self._loops[side] += [*(thread.loop for thread in machine.threads), Executors(machine.executors)]
+        network = InProcessNetwork()
+        for rank in range(count):
+            machine = Machine(10_000 * (side == "prefill") + rank, self.registry)
+            coordinates = RankCoordinates(tp_rank=rank, tp_size=count)
+            arguments: dict[str, Any] = {
+                "engine": side,
+                "coordinates": coordinates,
+                "settings": settings,
+                "transport": Unmoved(network, f"{side}-{rank}"),
+                "platform": machine,
+            }
+            if side == "prefill":
+                self.endpoints.append(kf.PrefillEndpoint(layout(shape, coordinates), host_registry=False, **arguments))
+                assert machine.keeper is not None
+                machine.keeper.renew()
+            else:
+                self.endpoints.append(kf.DecodeEndpoint(layout(shape, coordinates), **arguments))
+            self._loops += [*(thread.loop for thread in machine.threads), Executors(machine.executors)]
+
+    def turn(self) -> None:
+        """Lets every thread of every rank have a turn."""
+        for loop in self._loops:
+            loop.turn(may_wait=False)
 
     def attach(self) -> float:
         """Attaches every decode rank to the prefill engine; returns the seconds that it took."""
         begun_at = time.monotonic()
-        for endpoint in self.decoders:
+        for endpoint in self.endpoints:
             links, deadline = endpoint._driver.rooms.links, begun_at + 600
 
             def begin(_now: float, links: Any = links, deadline: float = deadline) -> None:
@@ -580,56 +599,74 @@ class Engines:
             endpoint._driver.context.submit(begin)
         while not self._are_attached:
             assert time.monotonic() < begun_at + 300, "not all ranks were attached"
-            for side, loops in self._loops.items():
-                begun = time.thread_time()
-                for loop in loops:
-                    loop.turn(may_wait=False)
-                self.cpu_s[side] += time.thread_time() - begun
+            self.turn()
         return time.monotonic() - begun_at
 
     @property
     def _are_attached(self) -> bool:
         return all(
             [link.state for link in endpoint._driver.rooms.links.current] == [LinkState.READY]
-            for endpoint in self.decoders
+            for endpoint in self.endpoints
         )
 
 
 def attached(shape: str, size: str) -> dict[str, Any]:
-    """Attaches two engines of so many ranks, in a process of its own, whose descriptors are free again then."""
+    """Attaches two engines of so many ranks, each in a process of its own, whose descriptors are free again then."""
+    prefill, decode = map(int, size.split("x"))
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_attach, args=(shape, size, theirs), daemon=True)
-    process.start()
-    theirs.close()
+    pipes, processes = [], []
+    for target, count, others in ((_be_attached_to, prefill, decode), (_attach, decode, prefill)):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=target, args=(shape, count, others, theirs), daemon=True))
+        processes[-1].start()
+        theirs.close()
+        pipes.append(ours)
     try:
-        found: dict[str, Any] = ours.recv()
+        pipes[1].send(pipes[0].recv())
+        seconds, decode_cpu_s = pipes[1].recv()
+        pipes[0].send(None)
+        prefill_cpu_s = pipes[0].recv()
     except EOFError:
         raise SystemExit(f"{size} ranks were not attached: see above") from None
-    process.join(10)
-    process.kill()
-    return found
+    for process in processes:
+        process.join(10)
+        process.kill()
+    return {
+        "shape": shape,
+        "ranks": size,
+        "attachments": prefill * decode,
+        "seconds": seconds,
+        "prefill_cpu_s": prefill_cpu_s,
+        "decode_cpu_s": decode_cpu_s,
+    }
 
 
-def _attach(shape: str, size: str, connection: multiprocessing.connection.Connection) -> None:
-    _raise_limit()
-    prefill, decode = map(int, size.split("x"))
-    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], 6 * prefill * decode + 100
-    assert needed <= most, f"{size} takes {needed} open files, and this process may have {most}: raise ulimit -n"
-    engines = Engines(shape, prefill, decode)
+def _be_attached_to(shape: str, count: int, others: int, pipe: multiprocessing.connection.Connection) -> None:
+    """Runs the prefill ranks, from the message that has their registrations to the one that tells them to end."""
+    _check_limit(count * others)
+    engine = Engine(shape, "prefill", count, others=others)
+    pipe.send(engine.registry.ask().engine("prefill", time.monotonic()).registrations)
     process_s = time.process_time()
-    took_s = engines.attach()
-    connection.send(
-        {
-            "shape": shape,
-            "ranks": size,
-            "attachments": prefill * decode,
-            "seconds": took_s,
-            "cpu_s": time.process_time() - process_s,
-            "prefill_ms_a_rank": 1e3 * engines.cpu_s["prefill"] / prefill,
-            "decode_ms_a_rank": 1e3 * engines.cpu_s["decode"] / decode,
-        }
-    )
+    while not pipe.poll():
+        engine.turn()
+    pipe.send(time.process_time() - process_s)
+
+
+def _attach(shape: str, count: int, others: int, pipe: multiprocessing.connection.Connection) -> None:
+    """Runs the decode ranks."""
+    _check_limit(count * others)
+    engine = Engine(shape, "decode", count, others=others)
+    for registration in pipe.recv():
+        engine.registry.ask().register(registration, time.monotonic())
+    process_s = time.process_time()
+    seconds = engine.attach()
+    pipe.send((seconds, time.process_time() - process_s))
+
+
+def _check_limit(attachments: int) -> None:
+    _raise_limit()
+    most, needed = resource.getrlimit(resource.RLIMIT_NOFILE)[0], _FILES_AN_ATTACHMENT * attachments + 1000
+    assert needed <= most, f"{attachments} attachments take {needed} open files of {most} here: raise ulimit -n"
 
 
 # ---- all of it --------------------------------------------------------------------------------------------------
@@ -645,9 +682,7 @@ def main() -> None:
     parser.add_argument("--settle-s", type=float, default=60.0, help="from when all are registered until it counts")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long the steady state is watched")
     parser.add_argument("--away-s", type=float, default=5.0, help="how long the registry is away")
-    parser.add_argument(
-        "--attach", default="8x8,64x16,16x64", help="prefill times decode ranks, by comma; empty for none"
-    )
+    parser.add_argument("--attach", default="8x8,64x64", help="prefill times decode ranks, by comma; empty for none")
     parser.add_argument("--etcd", help="the program of an etcd to measure as well")
     parser.add_argument("--etcd-ranks", type=int, default=1024)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

@@ -17,6 +17,7 @@ MARKS = "<!-- tiers -->\n", "<!-- /tiers -->"
 
 TIERS = {"quick": "make test", "full": "make test-all", "long": "make test-long"}
 FILES = {
+    "transport": "full",
     "vllm": "full",
     "vllm-servers": "full",
     "sglang": "full",
@@ -24,7 +25,7 @@ FILES = {
     "vllm-long": "long",
     "sglang-long": "long",
 }
-"""Runs that are part of a tier under another name: those in environments of their own."""
+"""Runs that are part of a tier under another name: over another transport, and in environments of their own."""
 
 PROVES = {
     "tests/unit": "every module does what it says, errors included; documents, layers and settings are as the code is",

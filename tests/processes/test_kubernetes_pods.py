@@ -76,6 +76,7 @@ def test_pods_connect_only_as_the_network_policies_allow(deployed: RunningPods):
         ("decode", "registry"),
         ("gateway", "registry"),
     }
+    assert (GATEWAY, "decode-0", 9470) in flows
     assert ("decode-0", "prefill-0", 9440) in flows
     assert deployed.closed_flows() == set()
 
@@ -96,6 +97,9 @@ def test_every_container_ends_in_time_and_the_gateway_is_live_without_servers(de
     assert gateway.probe("readinessProbe") == ""
     deployed.terminate("prefill-0", "decode-0")
     gateway.wait_until("it is not ready any more", lambda: "503" in gateway.probe("readinessProbe"))
+    curl = [*deployed.node.enter, "curl", "--silent", f"http://{deployed.places[GATEWAY].address}:8080/health"]
+    shown = json.loads(subprocess.run(curl, capture_output=True, text=True, check=True).stdout)
+    assert [server["is_draining"] for side in ("prefill", "decode") for server in shown[side]] == [True, True]
     assert gateway.probe("livenessProbe") == ""
     deployed.terminate(GATEWAY, REGISTRY)
     ends = {name: pod.process.returncode for name, pod in deployed.running.items()}

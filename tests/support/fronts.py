@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from tests.support.http import Served
 from tests.support.waiting import PATIENCE_S, eventually
 
+from kvferry.applications.top.asking import Asker
 from kvferry.applications.up.dialects import Dialect
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
@@ -36,12 +37,20 @@ FakeT = TypeVar("FakeT", bound=Fake)
 class FrontDeployment(Generic[FakeT]):
     """The servers, and the front before them, which knows that all are well."""
 
-    def __init__(self, dialect: Dialect, fakes: Mapping[str, FakeT], registries: Sequence[Registry] = ()) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        fakes: Mapping[str, FakeT],
+        registries: Sequence[Registry] = (),
+        askers: Sequence[Asker] = (),
+    ) -> None:
         self.fakes = fakes
         self.served = {name: Served(fake.app()) for name, fake in fakes.items()}
         made = [Server(self.served[name].url, name, FIRST_BOOTSTRAP_PORT + number) for number, name in enumerate(NAMES)]
         for server, registry in zip(made, registries, strict=False):
             server.registry = registry
+        for server, ranks in zip(made[2:], askers, strict=False):
+            server.ranks = ranks
         self.front = Front(dialect, made[:2], made[2:])
         self.front_served = Served(self.front.app())
         self.url = self.front_served.url

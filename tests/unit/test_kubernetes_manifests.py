@@ -313,7 +313,7 @@ def test_network_policies_let_through_what_is_needed_and_nothing_else(engine: tu
     if by_name["prefill"].port("bootstrap"):
         needed.add(("decode", "prefill", 8999))
     else:  # kvferry's front asks who drains
-        needed.add(("gateway", "registry", 8998))
+        needed |= {("gateway", "registry", 8998), ("gateway", "decode", 9470)}
     ports = {port for _, _, port in needed} | {first - 1, last + 1, control - 1, control + 16, 8999, 9470, 22}
     allowed = {
         (source, target, port)

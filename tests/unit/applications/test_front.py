@@ -6,7 +6,9 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -15,10 +17,13 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from tests.support.caches import Model, Shape
+from tests.support.engines import DecodeEngine, Engines
 from tests.support.fronts import NAMES, FrontDeployment
 from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
+from kvferry.applications.top.asking import Asker, addresses
 from kvferry.applications.up import drains
 from kvferry.applications.up.dialects import DIALECTS
 from kvferry.applications.up.drains import DrainWatch
@@ -113,9 +118,9 @@ class FakeServer:
 class Deployment(FrontDeployment[FakeServer]):
     """Two servers of vLLM of either kind and the front before them."""
 
-    def __init__(self, registries: Sequence[Registry] = ()) -> None:
+    def __init__(self, registries: Sequence[Registry] = (), askers: Sequence[Asker] = ()) -> None:
         rooms: set[int] = set()
-        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES}, registries)
+        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES}, registries, askers)
 
     def shown(self, name: str) -> dict[str, Any]:
         health = httpx.get(f"{self.url}/health").json()
@@ -364,7 +369,7 @@ def test_one_that_has_drained_and_left_gets_none_until_its_successor_has_come(re
             lambda: client.register(rank(engine="prefill-0", tp_size=1, incarnation="second")),
         ):
             change()
-            asyncio.run(DrainWatch(server, client, "prefill-0").look())
+            asyncio.run(DrainWatch(server, partial(drains.registered, client, "prefill-0")).look())
             seen.append(server.is_draining)
     assert seen == [False, True, True, False]
 
@@ -395,6 +400,55 @@ def test_a_registry_that_is_gone_leaves_what_was_known(
     for _ in range(4):
         assert registered.ask().status_code == 200
     assert len(registered.fakes["prefill-1"].asked) == 4
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator[dict[str, DecodeEngine]]:
+    """Two ranks for each decode server, which say where they stand."""
+    monkeypatch.setattr(drains, "INTERVAL_S", 0.02)
+    with Engines(registry.url, observe_port=0) as engines:
+        yield {name: engines.decode(Model(), Shape(tp=2)) for name in ("decode-0", "decode-1")}
+
+
+@pytest.fixture
+def watched(ranks: dict[str, DecodeEngine]) -> Iterator[Deployment]:
+    """Servers before which stands a front that asks decode ranks."""
+    with ExitStack() as opened:
+        given = [[str(endpoint.observe_url) for endpoint in each.endpoints] for each in ranks.values()]
+        made = Deployment(askers=[opened.enter_context(closing(Asker(addresses(each)))) for each in given])
+        opened.callback(made.close)
+        yield made
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_decode_server_of_which_a_rank_drains_gets_no_requests(
+    watched: Deployment, ranks: dict[str, DecodeEngine], which: int
+):
+    ranks["decode-0"].endpoints[which].drain()
+    eventually("the front has seen it", lambda: watched.shown("decode-0")["is_draining"])
+    assert not watched.shown("decode-1")["is_draining"]
+    watched.fakes["decode-0"].status = 500
+    assert {watched.ask().status_code for _ in range(6)} == {200}
+    assert (len(watched.fakes["decode-0"].asked), len(watched.fakes["decode-1"].asked)) == (0, 6)
+    assert watched.front.retries == 0
+
+
+def test_a_decode_server_that_has_drained_and_left_gets_none(
+    watched: Deployment, ranks: dict[str, DecodeEngine], caplog: pytest.LogCaptureFixture
+):
+    for endpoint in ranks["decode-0"].endpoints:
+        endpoint.drain()
+    eventually("the front has seen it", lambda: watched.shown("decode-0")["is_draining"])
+    for endpoint in ranks["decode-0"].endpoints:
+        endpoint.close()
+    eventually("nobody answers any more", lambda: "nobody says whether decode-0 drains: " in caplog.text)
+    assert watched.shown("decode-0")["is_draining"]
+    for endpoint in ranks["decode-1"].endpoints:
+        endpoint.drain()
+    eventually("the front has seen it", lambda: httpx.get(f"{watched.url}/health").status_code == 503)
+    answer = watched.ask()
+    assert answer.status_code == 503
+    assert answer.json()["error"]["message"].startswith("every decode server that is well drains: ")
 
 
 def test_models_and_health(deployment: Deployment):

@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.applications.up import installed, run
-from kvferry.applications.up.app import clients, servers
+from kvferry.applications.up.app import askers, clients, servers
 from kvferry.applications.up.arguments import DeploymentRequest
 from kvferry.applications.up.installed import check_installed, router_is_front
 from kvferry.applications.up.plan import Program, ports_needed, programs
@@ -311,3 +311,14 @@ def test_the_help_has_all_of_it():
     shown = CliRunner().invoke(app, ["up", "--help"]).output
     for said in ("vllm or sglang", "--prefill-options", "--decode-options", "--front", "sglang-router"):
         assert said in shown
+
+
+def test_the_ranks_of_each_decode_server_are_asked_where_they_say():
+    with ExitStack() as opened:
+        made = askers(["decode-0:9470", "decode-1:9470-9471"], 2, opened)
+        assert [server.ranks for server in servers(["a=http://a", "b=http://b"], ranks=made)] == made
+        assert askers([], 2, opened) == []
+        with pytest.raises(ConfigurationError, match=r"^--decode-observe: 1 for 2 decode servers; name one for each$"):
+            askers(["decode-0:9470"], 2, opened)
+        with pytest.raises(ConfigurationError, match="'nowhere' is no address of endpoints"):
+            askers(["nowhere"], 1, opened)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
+from kvferry.applications.top.asking import Asker, addresses
 from kvferry.applications.up.dialects import DIALECTS
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
@@ -35,21 +36,53 @@ def serve(
             "KVFERRY_REGISTRY_URL if not given; without either nobody is asked."
         ),
     ] = None,
+    decode_observe: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where a decode server's ranks say whether they drain, as host:9470 or host:9470-9477 "
+            "(KVFERRY_OBSERVE_PORT): one for each decode server in their order; without, nobody is asked."
+        ),
+    ] = None,
 ) -> None:
     """Serve OpenAI's interface in front of prefill and decode servers."""
     with ExitStack() as opened:
-        registries = clients(registry, len(prefill), opened)
-        front = Front(DIALECTS[engine], servers(prefill, bootstrap_port, registries), servers(decode))
+        prefills = servers(prefill, bootstrap_port, clients(registry, len(prefill), opened))
+        decodes = servers(decode, ranks=askers(decode_observe or [], len(decode), opened))
+        front = Front(DIALECTS[engine], prefills, decodes)
         uvicorn.run(front.app(), host=host, port=port, log_level="warning")
 
 
 def servers(
-    given: Sequence[str], bootstrap_ports: Sequence[int] | None = None, registries: Sequence[Registry] = ()
+    given: Sequence[str],
+    bootstrap_ports: Sequence[int] | None = None,
+    registries: Sequence[Registry] = (),
+    ranks: Sequence[Asker] = (),
 ) -> list[Server]:
-    """Reads name=url, and takes a port and a registry for each, where there are any."""
+    """Reads name=url, and takes for each what there is: a port, a registry, and who asks its ranks."""
     pairs = (each.partition("=") for each in given)
-    rest = zip(bootstrap_ports or repeat(0, len(given)), registries or repeat(None, len(given)), strict=True)
+    none = [None] * len(given)
+    rest = zip(bootstrap_ports or repeat(0, len(given)), registries or none, ranks or none, strict=True)
     return [Server(url, name, *each) for (name, _, url), each in zip(pairs, rest, strict=True)]
+
+
+def askers(given: Sequence[str], count: int, opened: ExitStack) -> list[Asker]:
+    """Makes what asks the ranks of each decode server, or nothing if no address is given.
+
+    Args:
+        given: addresses, of all ranks of a server or some.
+        count: of decode servers.
+        opened: ends them.
+
+    Raises:
+        ConfigurationError: if an address makes no sense, or there is not one for each server.
+    """
+    if len(given) not in (0, count):
+        raise ConfigurationError(f"--decode-observe: {len(given)} for {count} decode servers; name one for each")
+    ranks = [addresses([each]) for each in given]
+    made = [Asker(each, has_counters=False) for each in ranks]
+    for each in made:
+        opened.callback(each.close)
+    return made
 
 
 def clients(given: Sequence[str] | None, count: int, opened: ExitStack) -> list[Registry]:

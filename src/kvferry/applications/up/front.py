@@ -4,7 +4,7 @@ Every request goes to a prefill and a decode server at once, under a room number
 asks for the cache, and pages leave the prefill server while it still computes. If one of the two fails before the first
 token has gone to the client, the request is tried once more with another pair.
 
-A prefill server of which its registry says that it drains gets no new requests.
+A server that drains gets no new requests: a prefill server's registry says so, and a decode server's ranks.
 
 It is made for one machine: it keeps no state but who is well, and balances by turns. In a cluster its place is a
 gateway's, which the same parameters work with. What the parameters are, and how a request for several choices is
@@ -18,6 +18,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -28,7 +29,7 @@ from starlette.routing import Route
 
 from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
 from kvferry.applications.up.dialects import Dialect
-from kvferry.applications.up.drains import DrainWatch
+from kvferry.applications.up.drains import DrainWatch, of_any, registered
 from kvferry.applications.up.servers import Pool, Server, TryAnotherError
 from kvferry.errors import UsageError
 
@@ -92,9 +93,11 @@ class Front:
         return (*self._prefill.servers, *self._decode.servers)
 
     def _drain_watches(self) -> Iterator[DrainWatch]:
-        for server in self._prefill.servers:
+        for server in self._servers():
             if server.registry is not None:
-                yield DrainWatch(server, server.registry, self._dialect.registered_name(server))
+                yield DrainWatch(server, partial(registered, server.registry, self._dialect.registered_name(server)))
+            if server.ranks is not None:
+                yield DrainWatch(server, partial(of_any, server.ranks))
 
     async def _watch(self, server: Server) -> None:
         while True:

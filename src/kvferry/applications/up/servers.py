@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvferry.applications.top.asking import Asker
 from kvferry.control.registry import Registry
 
 
@@ -18,14 +19,16 @@ class Server:
         engine: what its engine is called.
         bootstrap_port: where SGLang's decode servers ask for its caches; 0 for servers that have none.
         registry: where a prefill server's ranks are registered; None if nobody is asked whether they drain.
+        ranks: asks a decode server's ranks whether they drain; None if nobody does.
         is_healthy: whether it answered when last asked.
-        is_draining: whether it is about to leave, as the registry last said.
+        is_draining: whether it is about to leave, as the registry or its ranks last said.
     """
 
     url: str
     engine: str
     bootstrap_port: int = 0
     registry: Registry | None = None
+    ranks: Asker | None = None
     is_healthy: bool = False
     is_draining: bool = False
 
