@@ -10,7 +10,6 @@ from starlette.applications import Starlette
 from tests.support.http import Served
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.applications.top.asking import Asker
 from kvferry.applications.up.dialects import Dialect
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
@@ -42,14 +41,14 @@ class FrontDeployment(Generic[FakeT]):
         dialect: Dialect,
         fakes: Mapping[str, FakeT],
         registries: Sequence[Registry] = (),
-        askers: Sequence[Asker] = (),
+        decode_ranks: Sequence[Sequence[str]] = (),
     ) -> None:
         self.fakes = fakes
         self.served = {name: Served(fake.app()) for name, fake in fakes.items()}
         made = [Server(self.served[name].url, name, FIRST_BOOTSTRAP_PORT + number) for number, name in enumerate(NAMES)]
         for server, registry in zip(made, registries, strict=False):
             server.registry = registry
-        for server, ranks in zip(made[2:], askers, strict=False):
+        for server, ranks in zip(made[2:], decode_ranks, strict=False):
             server.ranks = ranks
         self.front = Front(dialect, made[:2], made[2:])
         self.front_served = Served(self.front.app())

@@ -6,7 +6,6 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from tests.support.fronts import NAMES, FrontDeployment
 from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.applications.top.asking import Asker, addresses
+from kvferry.applications.top.asking import addresses
 from kvferry.applications.up import drains
 from kvferry.applications.up.dialects import DIALECTS
 from kvferry.applications.up.drains import DrainWatch
@@ -118,9 +117,9 @@ class FakeServer:
 class Deployment(FrontDeployment[FakeServer]):
     """Two servers of vLLM of either kind and the front before them."""
 
-    def __init__(self, registries: Sequence[Registry] = (), askers: Sequence[Asker] = ()) -> None:
+    def __init__(self, registries: Sequence[Registry] = (), decode_ranks: Sequence[Sequence[str]] = ()) -> None:
         rooms: set[int] = set()
-        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES}, registries, askers)
+        super().__init__(DIALECTS["vllm"], {name: FakeServer(rooms) for name in NAMES}, registries, decode_ranks)
 
     def shown(self, name: str) -> dict[str, Any]:
         health = httpx.get(f"{self.url}/health").json()
@@ -413,11 +412,11 @@ def ranks(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator
 @pytest.fixture
 def watched(ranks: dict[str, DecodeEngine]) -> Iterator[Deployment]:
     """Servers before which stands a front that asks decode ranks."""
-    with ExitStack() as opened:
-        given = [[str(endpoint.observe_url) for endpoint in each.endpoints] for each in ranks.values()]
-        made = Deployment(askers=[opened.enter_context(closing(Asker(addresses(each)))) for each in given])
-        opened.callback(made.close)
-        yield made
+    made = Deployment(
+        decode_ranks=[addresses([str(endpoint.observe_url) for endpoint in each.endpoints]) for each in ranks.values()]
+    )
+    yield made
+    made.close()
 
 
 @pytest.mark.parametrize("which", [0, 1])

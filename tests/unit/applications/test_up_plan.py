@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry.applications.up import installed, run
-from kvferry.applications.up.app import askers, clients, servers
+from kvferry.applications.up.app import clients, ranks_of, servers
 from kvferry.applications.up.arguments import DeploymentRequest
 from kvferry.applications.up.installed import check_installed, router_is_front
 from kvferry.applications.up.plan import Program, ports_needed, programs
@@ -314,11 +314,11 @@ def test_the_help_has_all_of_it():
 
 
 def test_the_ranks_of_each_decode_server_are_asked_where_they_say():
-    with ExitStack() as opened:
-        made = askers(["decode-0:9470", "decode-1:9470-9471"], 2, opened)
-        assert [server.ranks for server in servers(["a=http://a", "b=http://b"], ranks=made)] == made
-        assert askers([], 2, opened) == []
-        with pytest.raises(ConfigurationError, match=r"^--decode-observe: 1 for 2 decode servers; name one for each$"):
-            askers(["decode-0:9470"], 2, opened)
-        with pytest.raises(ConfigurationError, match="'nowhere' is no address of endpoints"):
-            askers(["nowhere"], 1, opened)
+    read = ranks_of(["decode-0:9470", "decode-1:9470-9471"], 2)
+    made = servers(["a=http://a", "b=http://b"], ranks=read)
+    assert [server.ranks for server in made] == [["decode-0:9470"], ["decode-1:9470", "decode-1:9471"]]
+    assert ranks_of([], 2) == []
+    with pytest.raises(ConfigurationError, match=r"^--decode-observe: 1 for 2 decode servers; name one for each$"):
+        ranks_of(["decode-0:9470"], 2)
+    with pytest.raises(ConfigurationError, match="'nowhere' is no address of endpoints"):
+        ranks_of(["nowhere"], 1)

@@ -39,7 +39,7 @@ class Sample:
         status: where it stands; None if it did not say.
         problem: why not.
         remedy: what may help.
-        sent_bytes: of its counters; 0 where they were not asked for.
+        sent_bytes: of its counters.
     """
 
     address: str
@@ -89,15 +89,13 @@ def ask_once(targets: Sequence[str]) -> list[Sample]:
 class Asker:
     """Asks many endpoints at a time."""
 
-    def __init__(self, targets: Sequence[str], *, has_counters: bool = True) -> None:
+    def __init__(self, targets: Sequence[str]) -> None:
         """Makes a client and a thread for each of up to 32 endpoints.
 
         Args:
             targets: hosts and ports.
-            has_counters: whether counters are asked for, which takes longer than the rest.
         """
         self._targets = targets
-        self._has_counters = has_counters
         self._client = httpx.Client(timeout=_ANSWER_S, trust_env=False)
         self._threads = ThreadPoolExecutor(min(32, max(1, len(targets))), "kvferry-top")
 
@@ -113,7 +111,7 @@ class Asker:
     def _ask(self, address: str) -> Sample:
         try:
             found = _STATUS.decode(self._get(address, "status"))
-            sent_bytes = _sent_bytes(self._get(address, "metrics").decode()) if self._has_counters else 0.0
+            sent_bytes = _sent_bytes(self._get(address, "metrics").decode())
         except httpx.HTTPError as error:
             what, remedy = _why(error)
             return Sample(address, time.monotonic(), None, f"does not answer: {what}", remedy)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 import uvicorn
 
-from kvferry.applications.top.asking import Asker, addresses
+from kvferry.applications.top.asking import addresses
 from kvferry.applications.up.dialects import DIALECTS
 from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
@@ -47,8 +47,7 @@ def serve(
     """Serve OpenAI's interface in front of prefill and decode servers."""
     with ExitStack() as opened:
         prefills = servers(prefill, bootstrap_port, clients(registry, len(prefill), opened))
-        decodes = servers(decode, ranks=askers(decode_observe or [], len(decode), opened))
-        front = Front(DIALECTS[engine], prefills, decodes)
+        front = Front(DIALECTS[engine], prefills, servers(decode, ranks=ranks_of(decode_observe or [], len(decode))))
         uvicorn.run(front.app(), host=host, port=port, log_level="warning")
 
 
@@ -56,33 +55,26 @@ def servers(
     given: Sequence[str],
     bootstrap_ports: Sequence[int] | None = None,
     registries: Sequence[Registry] = (),
-    ranks: Sequence[Asker] = (),
+    ranks: Sequence[Sequence[str]] = (),
 ) -> list[Server]:
-    """Reads name=url, and takes for each what there is: a port, a registry, and who asks its ranks."""
+    """Reads name=url, and takes for each what there is: a port, a registry, addresses of its ranks."""
+    count = len(given)
     pairs = (each.partition("=") for each in given)
-    none = [None] * len(given)
-    rest = zip(bootstrap_ports or repeat(0, len(given)), registries or none, ranks or none, strict=True)
+    rest = zip(
+        bootstrap_ports or repeat(0, count), registries or repeat(None, count), ranks or repeat((), count), strict=True
+    )
     return [Server(url, name, *each) for (name, _, url), each in zip(pairs, rest, strict=True)]
 
 
-def askers(given: Sequence[str], count: int, opened: ExitStack) -> list[Asker]:
-    """Makes what asks the ranks of each decode server, or nothing if no address is given.
-
-    Args:
-        given: addresses, of all ranks of a server or some.
-        count: of decode servers.
-        opened: ends them.
+def ranks_of(given: Sequence[str], count: int) -> list[list[str]]:
+    """Reads the addresses of each decode server's ranks; nothing if none is given.
 
     Raises:
         ConfigurationError: if an address makes no sense, or there is not one for each server.
     """
     if len(given) not in (0, count):
         raise ConfigurationError(f"--decode-observe: {len(given)} for {count} decode servers; name one for each")
-    ranks = [addresses([each]) for each in given]
-    made = [Asker(each, has_counters=False) for each in ranks]
-    for each in made:
-        opened.callback(each.close)
-    return made
+    return [addresses([each]) for each in given]
 
 
 def clients(given: Sequence[str] | None, count: int, opened: ExitStack) -> list[Registry]:

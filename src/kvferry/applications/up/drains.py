@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 
-from kvferry.applications.top.asking import Asker
+import httpx
+
+from kvferry.applications.top.asking import IS_IT_STARTED
 from kvferry.applications.up.servers import Server
 from kvferry.control.registry import Registry
 from kvferry.errors import KVFerryError, ObserveError
@@ -20,16 +22,18 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 """Well within what endpoints that are told to drain still take new rooms for (KVFERRY_DRAIN_GRACE_S)."""
 
+_ANSWER_S = 2.0
+
 
 class DrainWatch:
-    """Asks whether a server drains, again and again, off the event loop."""
+    """Asks whether a server drains, again and again."""
 
-    def __init__(self, server: Server, drains: Callable[[], bool | None]) -> None:
+    def __init__(self, server: Server, drains: Callable[[], Awaitable[bool | None]]) -> None:
         """Asks nobody yet.
 
         Args:
             server: told what the answer is.
-            drains: asks, and waits for the answer; None is no answer.
+            drains: asks; None is no answer.
         """
         self._server = server
         self._drains = drains
@@ -44,7 +48,7 @@ class DrainWatch:
     async def look(self) -> None:
         """Asks once. What was known stays where nobody answers."""
         try:
-            drains = await asyncio.to_thread(self._drains)
+            drains = await self._drains()
         except KVFerryError as error:
             if str(error) != self._problem:
                 log.warning("nobody says whether %s drains: %s", self._server.engine, error)
@@ -57,26 +61,39 @@ class DrainWatch:
             log.warning("%s at %s %s", self._server.engine, self._server.url, what)
 
 
-def registered(registry: Registry, engine: str) -> bool | None:
+async def registered(registry: Registry, engine: str) -> bool | None:
     """Asks a registry whether an engine drains; None if it knows no rank of it.
 
     Raises:
         RegistryError: if it does not answer.
     """
-    view = registry.engine(engine)
+    view = await asyncio.to_thread(registry.engine, engine)
     return view.draining if view.registrations else None
 
 
-def of_any(ranks: Asker) -> bool:
-    """Asks an engine's ranks whether any of them drains.
+async def any_drains(client: httpx.AsyncClient, ranks: Sequence[str]) -> bool:
+    """Asks a decode engine's ranks whether any of them drains.
+
+    Args:
+        client: asks them.
+        ranks: where they show what they do: hosts and ports.
 
     Raises:
         ObserveError: if one does not answer, and no other drains.
     """
-    samples = ranks.ask()
-    if any(sample.status is not None and sample.status.is_draining for sample in samples):
-        return True
-    for sample in samples:
-        if sample.status is None:
-            raise ObserveError(f"{sample.address} {sample.problem}; {sample.remedy}")
-    return False
+    answers = await asyncio.gather(*(_drains(client, rank) for rank in ranks), return_exceptions=True)
+    problems = [answer for answer in answers if isinstance(answer, BaseException)]
+    if problems and True not in answers:
+        raise problems[0]
+    return True in answers
+
+
+async def _drains(client: httpx.AsyncClient, rank: str) -> bool:
+    """Whether a decode rank takes no new rooms: that alone makes it not ready."""
+    try:
+        answer = await client.get(f"http://{rank}/readyz", timeout=_ANSWER_S)
+    except httpx.HTTPError as error:
+        raise ObserveError(f"{rank} does not answer: {type(error).__name__} {error}; {IS_IT_STARTED}") from error
+    if answer.status_code not in (200, 503):
+        raise ObserveError(f"{rank} is no endpoint of kvferry's: status {answer.status_code} for /readyz")
+    return answer.status_code == 503

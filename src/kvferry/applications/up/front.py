@@ -29,7 +29,7 @@ from starlette.routing import Route
 
 from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
 from kvferry.applications.up.dialects import Dialect
-from kvferry.applications.up.drains import DrainWatch, of_any, registered
+from kvferry.applications.up.drains import DrainWatch, any_drains, registered
 from kvferry.applications.up.servers import Pool, Server, TryAnotherError
 from kvferry.errors import UsageError
 
@@ -96,8 +96,8 @@ class Front:
         for server in self._servers():
             if server.registry is not None:
                 yield DrainWatch(server, partial(registered, server.registry, self._dialect.registered_name(server)))
-            if server.ranks is not None:
-                yield DrainWatch(server, partial(of_any, server.ranks))
+            if server.ranks:
+                yield DrainWatch(server, partial(any_drains, self._client, server.ranks))
 
     async def _watch(self, server: Server) -> None:
         while True:

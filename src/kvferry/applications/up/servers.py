@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from kvferry.applications.top.asking import Asker
 from kvferry.control.registry import Registry
 
 
@@ -19,7 +18,7 @@ class Server:
         engine: what its engine is called.
         bootstrap_port: where SGLang's decode servers ask for its caches; 0 for servers that have none.
         registry: where a prefill server's ranks are registered; None if nobody is asked whether they drain.
-        ranks: asks a decode server's ranks whether they drain; None if nobody does.
+        ranks: where a decode server's ranks say whether they drain, as hosts and ports; empty if they are not asked.
         is_healthy: whether it answered when last asked.
         is_draining: whether it is about to leave, as the registry or its ranks last said.
     """
@@ -28,7 +27,7 @@ class Server:
     engine: str
     bootstrap_port: int = 0
     registry: Registry | None = None
-    ranks: Asker | None = None
+    ranks: Sequence[str] = ()
     is_healthy: bool = False
     is_draining: bool = False
 
