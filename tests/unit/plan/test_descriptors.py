@@ -271,7 +271,8 @@ def test_only_what_lies_together_on_both_sides_is_merged_and_no_more_than_the_mo
 ):
     here, there = random.sample(range(60), pages), random.sample(range(60), pages)
     none = np.zeros(pages, np.int64)
-    local, remote = selector(num_runs, 60, most).select(none, np.array(here), none, np.array(there))
+    # A run has more pages than these: else its last would be the neighbour of the next one's first.
+    local, remote = selector(num_runs, 64, most).select(none, np.array(here), none, np.array(there))
     counts = merged(local, remote)
     assert max(counts) <= most
     assert sum(counts) == num_runs * pages
