@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import resource
@@ -297,6 +298,13 @@ def test_a_slow_wire_is_measured_with_less(bytes_per_s: float, largest: int):
     assert (num_bytes, max(written)) == (largest, largest)
     assert num_bytes / took_s == pytest.approx(bytes_per_s)
     assert sum(written) / bytes_per_s < 5
+
+
+@pytest.mark.parametrize("held_up", [0, 1, 2, 3])
+def test_a_moment_in_which_the_machine_was_busy_does_not_make_the_wire_slow(held_up: int):
+    took = itertools.count()
+    num_bytes, took_s = probe._bulk(lambda length: 0.6 if next(took) == held_up else length / 1e9)
+    assert num_bytes / took_s == pytest.approx(1e9)
 
 
 def test_the_address_that_was_found_is_said(monkeypatch: pytest.MonkeyPatch):
