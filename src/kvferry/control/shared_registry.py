@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvferry.control.registry import Grant, OnChange, Registry
 from kvferry.errors import UsageError
@@ -76,7 +77,7 @@ class SharedRegistries:
             shared = self._shared.get(key)
             if shared is None:
                 shared = self._shared[key] = _Shared(make())
-            user = SharedRegistry(shared, lambda user: self._leave(key, shared, user))
+            user = SharedRegistry(shared, partial(self._leave, key, shared))
             shared.users.add(user)
         return user
 
