@@ -18,7 +18,7 @@ A step's time is without what the thread stood in line for a processor, by the o
 other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "waits"
 is how much of its time the thread that computes neither ran nor stood in line, and so waited for the lock.
 
-    python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--request-mib 64] [--rounds 5]
+    python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--device cuda] [--rounds 5]
 """
 
 from __future__ import annotations
@@ -344,15 +344,15 @@ class Others:
 
 
 def measured(
-    side: str, path: str, rounds: int, seconds: float, *, request_pages: int, is_bound: bool
+    side: str, path: str, device: str, rounds: int, seconds: float, *, request_pages: int, is_bound: bool
 ) -> list[dict[str, Measured]]:
     """Runs all phases, in turns; the first round, in which connections are made, does not count."""
     first, *others = sorted(os.sched_getaffinity(0))
     if is_bound and others:
         os.sched_setaffinity(0, others)  # inherited by all that is started now
-    processes = Others(side, path, request_pages)
+    processes = Others(side, path, request_pages, device)
     assert processes.registry_url is not None
-    memory, layout = pool(request_pages)
+    memory, layout = pool(request_pages, device)
     results = []
     first_rooms = itertools.count(1 << 20, 1 << 20)
     with endpoint_of(side, "beside", path, processes.registry_url, layout) as endpoint:
@@ -460,6 +460,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both", help="whose endpoint is beside")
     parser.add_argument("--path", choices=("direct", "staged", "both"), default="both")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where pools are; cuda: the first GPU")
     parser.add_argument("--request-mib", type=int, default=64, help="of a request; the pools hold those in flight")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a phase")
@@ -477,6 +478,7 @@ def main() -> None:
             results = measured(
                 side,
                 path,
+                "cuda:0" if arguments.device == "cuda" else "cpu",
                 arguments.rounds,
                 arguments.seconds,
                 request_pages=request_pages,

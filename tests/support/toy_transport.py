@@ -22,6 +22,7 @@ import numpy as np
 from kvferry import Region, Settings
 from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.findings import Finding, good
+from kvferry.layout import MemoryKind
 from kvferry.transport import (
     Connection,
     Copies,
@@ -52,7 +53,7 @@ class ToyDiagnosis(Diagnosis):
     def findings(self, settings: Settings) -> Iterator[Finding]:
         yield good("toy", f"a port of {settings.host}, whichever is free")
 
-    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+    def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
         return WayTaken("the toy takes TCP")
 
 

@@ -150,10 +150,12 @@ def test_figures_are_judged_beside_their_limits():
     assert list(said_of("unequal", {"exact": True, "cases": cases}).values()) == [True, True, False]
     lost = {"exact": True, "lost_beside_against": {"apart": {"step p50": 0.031}}}
     assert list(said_of("beside", lost).values()) == [True, False]
-    modes = [{"mode": "global", "problem": "ended"}, {"mode": "relaxed", "problem": None, "problem_of_attaching": None}]
-    assert list(said_of("capture", {"modes": modes}).values()) == [False, True]
-    slow, quick = {"p50": 100.0}, {"p50": 50.0}
-    assert list(said_of("priority", {"microseconds": {"priority 0": slow, "priority -1": quick}}).values()) == [True]
+    rows = [
+        {"mode": mode, "beside": step, "capture": "ended" if (mode, step) == ("global", "connect") else "", "step": ""}
+        for mode in ("global", "relaxed")
+        for step in ("connect", "gather")
+    ]
+    assert list(said_of("capture", {"rows": rows}).values()) == [False, True]
 
 
 def test_all_sections_fit_into_one_command_on_a_machine_that_is_lent():

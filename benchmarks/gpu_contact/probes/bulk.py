@@ -20,6 +20,7 @@ from benchmarks.gpu_contact.probes.common import MIB, DeviceName, is_legacy_ipc_
 from benchmarks.gpu_contact.probes.receiver import Receiver, sender, write
 from benchmarks.gpu_contact.running import last_json
 
+from kvferry.layout import MemoryKind
 from kvferry.transport.nixl.nixl_diagnosis import ways_of_writes
 
 _ROUNDS = 5
@@ -72,7 +73,8 @@ def main() -> None:
     found = last_json(run.stdout.splitlines())
     if run.returncode or found is None:
         sys.exit(run.returncode or 1)
-    ways = [{**asdict(way), "emulated": way.is_emulated} for way in ways_of_writes(run.stdout)]
+    kind = MemoryKind.VRAM if typed.device == "cuda" else MemoryKind.DRAM
+    ways = [{**asdict(way), "emulated": way.is_emulated} for way in ways_of_writes(run.stdout, kind)]
     tell({"device": typed.device, **found, "ways": ways})
     sys.exit(not found["exact"])
 

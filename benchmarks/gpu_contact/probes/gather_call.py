@@ -35,26 +35,35 @@ def parts(
     import torch
     from benchmarks.gpu_contact.probes.device_kernels import nothing
 
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    from kvferry.staging.accelerator import CopyLaunch
+    from kvferry.staging.cuda import CudaAccelerator, launch_kernel
+
+    stream = CudaAccelerator(0).stream()
+    uploaded = stream.upload(starts)
+    copy = CopyLaunch(uploaded, 0, len(starts), SHAPE.loops, SHAPE.length, address, 16, True)
     one = torch.zeros(1, dtype=torch.int64, device="cuda:0")
 
-    def upload() -> None:
-        with torch.cuda.stream(stream):
-            torch.from_numpy(starts).to("cuda:0", non_blocking=True)
-
     def upload_and_wait() -> None:
-        upload()
+        stream.upload(starts)
         stream.synchronize()
 
-    def launch() -> None:
-        with torch.cuda.stream(stream):
-            nothing[(1,)](one)
+    def launch_and_wait() -> None:
+        stream.launch(copy)
+        stream.synchronize()
+
+    def choose_stream() -> None:
+        with torch.cuda.device(0), torch.cuda.stream(torch.cuda.default_stream()):
+            pass
 
     return {
         "python": python,
-        "upload": upload,
+        "upload": lambda: stream.upload(starts),
         "upload and wait": upload_and_wait,
-        "launch": launch,
+        "choose a stream": choose_stream,
+        "launch nothing": lambda: nothing[(1,)](one),
+        "launch on the current stream": lambda: launch_kernel(copy),
+        "launch": lambda: stream.launch(copy),
+        "launch and wait": launch_and_wait,
         "wait for nothing": stream.synchronize,
     }
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from kvferry.findings import Finding
+from kvferry.layout import MemoryKind
 from kvferry.settings import Settings
 
 
@@ -53,11 +54,12 @@ class Diagnosis:
         """
         yield from ()
 
-    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+    def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
         """Reads which way bytes took.
 
         Args:
             said: all that a process has printed that wrote some with `says_more` in its environment.
             is_local: whether they went between two processes of this machine.
+            kind: of the memory that they came from and went to.
         """
         return WayTaken()

@@ -156,7 +156,7 @@ class MooncakeDiagnosis(Diagnosis):
         else:
             yield good("devices", f"Mooncake uses {used or 'whichever RDMA device it finds, else TCP'}")
 
-    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+    def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
         return WayTaken("Mooncake takes TCP" if _uses_tcp() else "Mooncake takes RDMA")
 
 

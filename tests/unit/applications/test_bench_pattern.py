@@ -31,9 +31,10 @@ def made(shape: BenchOptions, rank: RankCoordinates) -> Pool:
     return Pool(shape, shape.decode, rank, allocate(pool_bytes(shape, shape.decode, rank), shape.device))
 
 
-def written(shape: BenchOptions) -> Pool:
+def written(shape: BenchOptions, pool: Pool | None = None) -> Pool:
     """The pool of the only decode rank, as a perfect transfer leaves it."""
-    pool = made(shape, shape.decode.coordinates[0])
+    pool = pool or made(shape, shape.decode.coordinates[0])
+    pool.fetch()  # pages of no request are poison in a device's memory, and here in the copy of it
     pattern.write(pool, shape)
     return pool
 
@@ -182,8 +183,11 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     assert storage.address == storage._tensor.data_ptr() != storage.host.ctypes.data
     assert storage.address % 4096 == 0
     assert (on_device[:size] == POISON).all()
-    pattern.write(pool, shape)
+    written(shape, pool)
     assert np.array_equal(on_device[:size], pool.host)
+    pool.host.fill(0)
+    pool.fetch()
+    assert wrong_bytes(pool, shape) == 0
     for region in pool.layout.regions():
         assert storage.address <= region.address < region.stop <= storage.address + size
     pool.poison()

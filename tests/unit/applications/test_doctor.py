@@ -28,6 +28,7 @@ from kvferry.applications.top.asking import Sample
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import IncompatiblePeerError
 from kvferry.findings import Severity, warning
+from kvferry.layout import Device, MemoryKind
 from kvferry.observe.status import Side
 from kvferry.settings import Settings
 from kvferry.transport import Diagnosis, InProcessNetwork, InProcessTransport, WayTaken, devices
@@ -109,24 +110,33 @@ class Chatty(Diagnosis):
     says_more = {"CHATTY_LEVEL": "7"}  # noqa: RUF012
     remedy = "look at CHATTY_LEVEL"
 
-    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
+    def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
         way = re.search("way: (.*)", said)
         assert way is not None
-        return WayTaken(f"it takes {way[1]}", (warning("wire", f"local: {is_local}", "walk"),))
+        return WayTaken(f"it takes {way[1]} to {kind.value}", (warning("wire", f"local: {is_local}", "walk"),))
 
 
-@pytest.mark.parametrize("address", [None, "10.0.0.6:9490"])
-def test_the_wire_is_told_in_the_words_of_the_transport(address: str | None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("address", "kind", "asked", "where"),
+    [
+        (None, MemoryKind.DRAM, [], "two processes here"),
+        ("10.0.0.6:9490", MemoryKind.DRAM, ["10.0.0.6:9490"], "here and 10.0.0.6:9490"),
+        (None, MemoryKind.VRAM, ["cuda"], "two processes here, in a GPU's memory"),
+    ],
+)
+def test_the_wire_is_told_in_the_words_of_the_transport(
+    address: str | None, kind: MemoryKind, asked: list[str], where: str, monkeypatch: pytest.MonkeyPatch
+):
     def prints(command: list[str], *, env: dict[str, str], **_: object) -> subprocess.CompletedProcess[str]:
         assert env == {"HOME": "/", "CHATTY_LEVEL": "7"}
+        assert command[3:] == asked
         measured = msgspec.json.encode(Measured(2e9, 1e-5, __version__)).decode()
         return subprocess.CompletedProcess(command, 0, f"\n{measured}\n", "way: a tunnel\n")
 
     monkeypatch.setattr(subprocess, "run", prints)
-    found = list(wire({"HOME": "/"}, Chatty(), address))
+    found = list(wire({"HOME": "/"}, Chatty(), address, kind))
     assert [(each.about, each.severity) for each in found] == [("wire", Severity.GOOD), ("wire", Severity.WARNING)]
-    where = "two processes here" if address is None else f"here and {address}"
-    assert found[0].what == f"between {where}: 2.0 GB/s in bulk, 10 us for 4 KiB; it takes a tunnel"
+    assert found[0].what == f"between {where}: 2.0 GB/s in bulk, 10 us for 4 KiB; it takes a tunnel to {kind.value}"
     assert (found[1].what, found[1].remedy) == (f"local: {address is None}", "walk")
 
 
@@ -149,7 +159,7 @@ def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.Mo
     here = InProcessTransport(InProcessNetwork())
     monkeypatch.setattr(probe, "create_transport", lambda *_: here)
     with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
-        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True))
+        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True), Device())
 
 
 def test_a_transport_that_is_not_known_is_a_finding(

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Severity
+from kvferry.layout import MemoryKind
 from kvferry.settings import Settings
 from kvferry.transport import NixlTransport, devices
 from kvferry.transport.nixl import nixl_diagnosis
@@ -18,7 +19,7 @@ DIAGNOSIS = NixlTransport.diagnosis
 
 SAID = """
 [1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   | probe-a self cfg#0                                       |
+[1.2] [vm:1:0]   | probe-a intra-node cfg#0                                 |
 [1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to host |
 [1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
 [1.2] [vm:1:0]   | Range  | Description |              Config               |
@@ -26,10 +27,29 @@ SAID = """
 [1.2] [vm:1:0]   |  0..92 | short       | rc_mlx5/mlx5_0:1                  |
 [1.2] [vm:1:0]   | 93..inf| zero-copy   | cma/memory                        |
 [1.2] [vm:1:0]   +--------+-------------+-----------------------------------+
-[1.2] [vm:1:0]   | probe-a self cfg#0                              |
+[1.2] [vm:1:0]   | probe-a intra-node cfg#0                        |
 [1.2] [vm:1:0]   | active message by ucp_am_send* from host memory |
 [1.2] [vm:1:0]   |   1..16515 | zero-copy          | tcp/lo        |
 """
+
+ON_A_GPU = """
+[1.2] [vm:1:0]   | probe-a self cfg#1                                              |
+[1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to cuda/dev[1] |
+[1.2] [vm:1:0]   | 0..inf | software emulation | tcp/lo                            |
+[1.2] [vm:1:0]   | probe-a self cfg#0                                       |
+[1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to host |
+[1.2] [vm:1:0]   | 0..4294967295 | short       | cuda_copy/cuda             |
+[1.2] [vm:1:0]   | probe-a intra-node cfg#2                                        |
+[1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to host        |
+[1.2] [vm:1:0]   | 0..inf | zero-copy          | cma/memory                        |
+[1.2] [vm:1:0]   | probe-a intra-node cfg#2                                        |
+[1.2] [vm:1:0]   | remote memory write by ucp_put* from host memory to cuda/dev[1] |
+[1.2] [vm:1:0]   | 0..inf | software emulation | tcp/lo                            |
+[1.2] [vm:1:0]   | probe-a intra-node cfg#2                                             |
+[1.2] [vm:1:0]   | remote memory write by ucp_put*(multi) from cuda/GPU0 to cuda/dev[1] |
+[1.2] [vm:1:0]   | 0..inf | zero-copy   | cuda_ipc/cuda                                 |
+"""
+"""What UCX 1.21 says where writes go from a GPU's memory to that of another process on it, shortened."""
 
 TCP = SAID.replace("rc_mlx5/mlx5_0:1 ", "tcp/lo           ").replace("cma/memory", "tcp/eth0  ")
 
@@ -39,6 +59,14 @@ def test_the_ways_that_writes_take_are_read_from_what_ucx_says():
     assert way.what == "UCX takes rc_mlx5/mlx5_0:1, cma/memory"
     assert way.problems == ()
     assert DIAGNOSIS.way_taken("nothing of the kind", is_local=True).what == "UCX does not say which way"
+
+
+@pytest.mark.parametrize(("kind", "config"), [(MemoryKind.VRAM, "cuda_ipc/cuda"), (MemoryKind.DRAM, "cma/memory")])
+def test_what_ucx_would_do_between_other_memory_or_within_the_process_is_no_way_that_writes_take(
+    kind: MemoryKind, config: str
+):
+    way = DIAGNOSIS.way_taken(ON_A_GPU, is_local=True, kind=kind)
+    assert (way.what, way.problems) == (f"UCX takes {config}", ())
 
 
 def test_writes_that_the_receivers_processor_copies_deserve_a_look():

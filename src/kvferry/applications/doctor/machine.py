@@ -26,6 +26,15 @@ def installed() -> Iterator[Finding]:
             yield good("engine", f"{name} {version}")
 
 
+def has_gpu() -> bool:
+    """Returns whether there is a torch that can use a GPU."""
+    if installed_version("torch") is None:
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _torch() -> Iterator[Finding]:
     version = installed_version("torch")
     if version is None:
@@ -33,7 +42,7 @@ def _torch() -> Iterator[Finding]:
         return
     import torch
 
-    if not torch.cuda.is_available():
+    if not has_gpu():
         yield good("torch", f"{version}, without a GPU that it can use")
         return
     names = {torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())}

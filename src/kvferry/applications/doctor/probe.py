@@ -1,7 +1,7 @@
 """Writes bytes into another process, and prints how fast that was.
 
 `python -m kvferry.applications.doctor.probe` writes to a process that it starts, `... probe HOST:PORT` to a doctor that
-listens.
+listens, and `... probe cuda` from the first GPU's memory to memory of a process that has it, too.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 import msgspec
-import numpy as np
 
 from kvferry._version import __version__
+from kvferry.applications.bench.prepare import checked_device
+from kvferry.applications.bench.storage import Storage, allocate
 from kvferry.applications.doctor.pairing import ANSWER_S, MEMORY_BYTES, TO_WRITER, Busy, Hello, Ready, Seen, Written
 from kvferry.applications.partner import calling
 from kvferry.endpoint.construction import create_transport
@@ -28,6 +29,9 @@ from kvferry.transport import Transport
 
 _BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)
 """Sizes of a large write. A wire that takes long for one of them is not given a larger one."""
+
+GPU = "cuda"
+"""In place of an address: both processes are here, and use the first GPU's memory."""
 
 _LONG_WRITE_S = 0.5
 _SMALL_BYTES = 4 << 10
@@ -72,21 +76,28 @@ class Target:
     is_right: Callable[[int], bool]
 
 
-def _receive(pipe: Connection) -> None:
-    memory = np.zeros(MEMORY_BYTES, np.uint8)
+def _filled(device: Device, value: int) -> Storage:
+    memory = allocate(MEMORY_BYTES, device)
+    memory.fill(value, MEMORY_BYTES)
+    return memory
+
+
+def _receive(pipe: Connection, device: Device) -> None:
+    memory = _filled(device, 0)
     transport = create_transport(Settings(), "kvferry-doctor-receiver", writes=False)
-    transport.register([Region(memory.ctypes.data, memory.nbytes)], Device())
-    pipe.send((transport.metadata(), memory.ctypes.data))
+    transport.register([memory.region], device)
+    pipe.send((transport.metadata(), memory.address))
     num_bytes = pipe.recv()
-    pipe.send(bool((memory[:num_bytes] == 1).all()))
+    memory.fetch(num_bytes)
+    pipe.send(bool((memory.host[:num_bytes] == 1).all()))
     transport.close()
 
 
 @contextmanager
-def _process() -> Iterator[Target]:
+def _process(device: Device) -> Iterator[Target]:
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    receiver = context.Process(target=_receive, args=(theirs,), daemon=True)
+    receiver = context.Process(target=_receive, args=(theirs, device), daemon=True)
     receiver.start()
     if not pipe.poll(ANSWER_S):
         raise TimeoutError("the second process did not start")
@@ -148,15 +159,15 @@ def _bulk(write: Callable[[int], float]) -> tuple[int, float]:
     return num_bytes, min(rounds_s)
 
 
-def _measure(target: Target) -> Measured:
-    memory = np.full(MEMORY_BYTES, target.value, np.uint8)
-    source = Region(memory.ctypes.data, memory.nbytes)
+def _measure(target: Target, device: Device) -> Measured:
+    memory = _filled(device, target.value)
+    source = memory.region
     transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
     if target.transport not in ("", transport.name):
         raise IncompatiblePeerError(
             f"transport: {transport.name} here, {target.transport} there: set KVFERRY_TRANSPORT to the same"
         )
-    transport.register([source], Device())
+    transport.register([source], device)
     peer = transport.connect(target.metadata)
     num_bytes, bulk_s = _bulk(lambda length: _write(transport, Region(source.address, length), peer, target.address))
     small = Region(source.address, _SMALL_BYTES)
@@ -169,8 +180,10 @@ def _measure(target: Target) -> Measured:
 
 def main() -> None:
     """Measures, and prints a line of JSON."""
-    with _doctor(sys.argv[1]) if len(sys.argv) > 1 else _process() as target:
-        measured = _measure(target)
+    where = sys.argv[1] if len(sys.argv) > 1 else ""
+    device = checked_device("cuda" if where == GPU else "cpu")
+    with _process(device) if where in ("", GPU) else _doctor(where) as target:
+        measured = _measure(target, device)
     sys.stdout.write("\n" + msgspec.json.encode(measured).decode() + "\n")
 
 

@@ -15,6 +15,7 @@ from kvferry.applications.doctor.wire import wire
 from kvferry.applications.top.asking import addresses, present
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, Severity, error
+from kvferry.layout import MemoryKind
 from kvferry.settings import Settings, environment
 from kvferry.transport import Diagnosis
 from kvferry.transport.chosen import transport_class
@@ -119,6 +120,8 @@ def _everything(
         yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]
     if moves_bytes:
         yield from _safely("wire", lambda: wire(variables, transport.diagnosis))
+        if machine.has_gpu():
+            yield from _safely("wire", lambda: wire(variables, transport.diagnosis, kind=MemoryKind.VRAM))
     for each in doctors:
         yield from _safely("wire", lambda at=each: wire(variables, transport.diagnosis, at))  # type: ignore[misc]
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
+from kvferry.layout import MemoryKind
 from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
@@ -18,7 +19,9 @@ from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plug
 from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
-_TITLE = "remote memory write by ucp_put"
+_TITLE = re.compile(r"remote memory write by ucp_put\S* from (?P<source>.+?) to (?P<target>.+?)\s*\|")
+_WITHIN_PROCESS = re.compile(r"\| \S+ self cfg#")
+_CONFIGURATION = re.compile(r"\| \S+ \S+ cfg#")
 _ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<config>[^|]+?)\s*\|")
 _EMULATED = "software emulation"
 
@@ -38,8 +41,8 @@ class NixlDiagnosis(Diagnosis):
         yield from placement(choice.device, read_topology())
         yield _device(choice)
 
-    def way_taken(self, said: str, *, is_local: bool) -> WayTaken:
-        ways = ways_of_writes(said)
+    def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
+        ways = ways_of_writes(said, kind)
         if not ways:
             return WayTaken("UCX does not say which way")
         problems = tuple(_problems(ways, is_local=is_local))
@@ -158,15 +161,28 @@ class Way:
         return _EMULATED in self.how
 
 
-def ways_of_writes(said: str) -> list[Way]:
-    """Returns what UCX says (`UCX_PROTO_INFO=y`) it has picked for writes, each once, in the order of its saying so."""
+def ways_of_writes(said: str, kind: MemoryKind) -> list[Way]:
+    """Returns what UCX says (`UCX_PROTO_INFO=y`) it has picked for writes, each once, in the order of its saying so.
+
+    UCX picks ahead of time, for kinds of memory that nothing is written between, and for writes within the process.
+
+    Args:
+        said: the tables that it has printed.
+        kind: of the memory on both sides; writes between others are left out.
+    """
     found: dict[Way, None] = {}
-    is_of_writes = False
+    is_within = is_wanted = False
     for line in said.splitlines():
-        if _TITLE in line:
-            is_of_writes = True
-        elif " by ucp_" in line:
-            is_of_writes = False
-        elif is_of_writes and (row := _ROW.search(line)) and ".." in row["range"]:
+        if _CONFIGURATION.search(line):
+            is_within, is_wanted = bool(_WITHIN_PROCESS.search(line)), False
+        elif title := _TITLE.search(line):
+            kinds = {_kind(title["source"]), _kind(title["target"])}
+            is_wanted = not is_within and kinds == {kind}
+        elif is_wanted and (row := _ROW.search(line)) and ".." in row["range"]:
             found[Way(row["config"], row["how"])] = None
     return list(found)
+
+
+def _kind(memory: str) -> MemoryKind:
+    """The kind of memory that UCX calls host, host memory, cuda/GPU0 or cuda/dev[1]."""
+    return MemoryKind.DRAM if memory.startswith("host") else MemoryKind.VRAM
