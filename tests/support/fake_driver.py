@@ -8,6 +8,7 @@ from typing import Any
 OUT_OF_MEMORY = 2
 INVALID_VALUE = 1
 INVALID_CONTEXT = 201
+CAPTURE_UNSUPPORTED = 900
 MAPPED_AT = 1 << 44
 
 
@@ -19,8 +20,10 @@ class FakeDriverLibrary:
         retained: how often the context of each GPU is held.
         current: the contexts that threads have pushed.
         virtual: addresses that no other process can map.
+        is_capturing: whether another thread captures a graph in the mode global.
         mapped: how often other processes' memory is mapped, by address.
         calls: the names of what was called.
+        capture_mode: whether another thread's capture is in the way of a call: 0 if one in the mode global is.
     """
 
     def __init__(self, *, memory_bytes: int = 1 << 30) -> None:
@@ -29,8 +32,10 @@ class FakeDriverLibrary:
         self.retained: dict[int, int] = {}
         self.current: list[int] = []
         self.virtual: set[int] = set()
+        self.is_capturing = False
         self.mapped: dict[int, int] = {}
         self.calls: list[str] = []
+        self.capture_mode = 0
         self._next = 1 << 40
 
     def __getattribute__(self, name: str) -> Any:
@@ -62,8 +67,15 @@ class FakeDriverLibrary:
         context._obj.value = self.current.pop()
         return 0
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
+        assert self.current, "no context"
+        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
+        return 0
+
     def cuMemAlloc_v2(self, address: Any, size: Any) -> int:  # noqa: N802
         assert self.current, "no context"
+        if self.is_capturing and not self.capture_mode:
+            return CAPTURE_UNSUPPORTED
         if size.value > self.left:
             return OUT_OF_MEMORY
         self.left -= size.value
@@ -118,6 +130,7 @@ class FakeDriverLibrary:
             OUT_OF_MEMORY: b"CUDA_ERROR_OUT_OF_MEMORY",
             INVALID_VALUE: b"CUDA_ERROR_INVALID_VALUE",
             INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT",
+            CAPTURE_UNSUPPORTED: b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         }
         name._obj.value = names.get(code)
         return 0

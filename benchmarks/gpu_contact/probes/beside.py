@@ -65,7 +65,7 @@ class CudaEngine(Engine):
         import torch
 
         generator = torch.Generator(device="cuda").manual_seed(0)
-        weights = [
+        self._weights = [  # the graph reads them, and keeps nothing
             torch.randn((width, width), dtype=torch.bfloat16, device="cuda", generator=generator) / width**0.5
             for _ in range(layers)
         ]
@@ -74,7 +74,7 @@ class CudaEngine(Engine):
 
         def forward() -> torch.Tensor:
             hidden = self._given
-            for weight in weights:
+            for weight in self._weights:
                 hidden = torch.nn.functional.silu(hidden @ weight) + self._given
             return hidden
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from kvferry.staging.accelerator import (
     Stream,
     StreamEvent,
 )
+from kvferry.staging.cuda_driver import CudaDriver
 from kvferry.staging.kernels import StartArray
 from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_selected
 
@@ -145,24 +148,47 @@ class CudaStream(Stream):
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._current():
             # Pageable: copied before the call returns, so that no pinned memory need be kept.
             return TensorArray(torch.from_numpy(numbers).to(self._device, non_blocking=True))
 
     def launch(self, copy: CopyLaunch) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._current():
             launch_kernel(copy)
 
     def launch_runs(self, copy: RunsLaunch) -> None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with self._current():
             launch_runs(copy)
 
     def record(self) -> StreamEvent:
         with torch.cuda.device(self._device):
             return CudaEvent(self._stream)
 
+    def _current(self) -> AbstractContextManager[None]:
+        """Makes this the thread's current stream for a while, and its GPU the current one."""
+        if torch.cuda.current_device() == self._device.index:
+            return _on(self._stream)
+        return _on_another_gpu(self._device, self._stream)
+
     def synchronize(self) -> None:
         self._stream.synchronize()
+
+
+@contextmanager
+def _on(stream: torch.cuda.Stream) -> Iterator[None]:
+    """As `torch.cuda.stream`, which takes 6 us to look whether the thread has changed GPUs: as long as a launch."""
+    before = torch.cuda.current_stream()
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+@contextmanager
+def _on_another_gpu(device: torch.device, stream: torch.cuda.Stream) -> Iterator[None]:
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        yield
 
 
 class CudaAccelerator(Accelerator):
@@ -191,6 +217,8 @@ def bind_thread(index: int) -> None:
     Without it a thread that queries another GPU's events makes a context on GPU 0, half a GiB for each rank. Choosing
     a device binds no context where it is chosen already, as GPU 0 is on every fresh thread, and Triton launches into
     whatever context there is: so a call of CUDA's runtime follows, one that is allowed while graphs are captured.
+    From then on the thread's own calls are allowed meanwhile, too.
     """
     torch.cuda.set_device(index)
     torch.cuda.is_current_stream_capturing()
+    CudaDriver().ignore_captures()

@@ -24,6 +24,7 @@ _OUT_OF_MEMORY = 2
 _IS_LEGACY_CUDA_IPC_CAPABLE = 10  # CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE
 _LAZY_ENABLE_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
+_CAPTURE_MODE_THREAD_LOCAL = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 class _IpcMemHandle(ctypes.Structure):
@@ -89,6 +90,29 @@ class CudaDriver:
         with self._context(index):
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
             self._release(index)
+
+    def ignore_captures(self) -> int:
+        """Lets the calling thread go on while other threads capture graphs, and their captures as well.
+
+        An engine captures in the mode `global` (torch's default). Meanwhile an allocation, an upload or a look at an
+        event by any other thread would fail, and end the capture with it, unless that thread has said this.
+
+        Returns:
+            How it was before, for `heed_captures`.
+
+        Raises:
+            CudaDriverError: if the driver refuses.
+        """
+        return self._exchange_capture_mode(_CAPTURE_MODE_THREAD_LOCAL)
+
+    def heed_captures(self, mode: int) -> None:
+        """Makes the calling thread what it was before `ignore_captures`."""
+        self._exchange_capture_mode(mode)
+
+    def _exchange_capture_mode(self, mode: int) -> int:
+        exchanged = ctypes.c_int(mode)
+        self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
+        return exchanged.value
 
     def can_be_mapped(self, address: int) -> bool:
         """Returns whether another process can map the allocation of an address by `cudaIpcOpenMemHandle`.
@@ -157,13 +181,15 @@ class CudaDriver:
 
     @contextmanager
     def _context(self, index: int) -> Iterator[None]:
-        """Makes the GPU's primary context, which torch uses, the thread's for a while."""
+        """Makes the GPU's primary context, which torch uses, the thread's for a while, whoever captures meanwhile."""
         context, before = self._retain(index), ctypes.c_void_p()
         try:
             self._call("cuCtxPushCurrent_v2", context)
+            mode = self.ignore_captures()
             try:
                 yield
             finally:
+                self.heed_captures(mode)
                 self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
         finally:
             self._release(index)

@@ -47,6 +47,15 @@ def test_memory_that_is_kept_for_good_is_not_given_back(on_fake_gpu: FakeDriverL
     memory._KEPT_FOR_GOOD.pop()
 
 
+def test_memory_is_taken_while_another_thread_captures_and_the_thread_is_as_it_was_afterwards(
+    on_fake_gpu: FakeDriverLibrary,
+):
+    on_fake_gpu.is_capturing = True
+    with allocate(1 << 20, GPU):
+        assert (len(on_fake_gpu.allocated), on_fake_gpu.capture_mode) == (1, 0)
+    assert (len(on_fake_gpu.allocated), on_fake_gpu.capture_mode) == (0, 0)
+
+
 def test_what_does_not_fit_is_refused_with_what_to_do(on_fake_gpu: FakeDriverLibrary):
     with pytest.raises(SettingsError, match=rf"{1 << 31} bytes .*VRAM:3 .*OUT_OF_MEMORY.*STAGING_RING_MIB") as caught:
         allocate(1 << 31, GPU)
