@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 
 import zmq
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup
+from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup, has_input
 from kvferry.control.credentials import Credentials
 
 
@@ -138,8 +138,9 @@ class ZmqListeningEnd(ListeningEnd):
         self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
 
     def wait(self, timeout_ms: int) -> None:
-        self._poller.poll(timeout_ms)
-        self._wakeup.clear()
+        ready = self._poller.poll(timeout_ms)
+        if any(each == self._wakeup.fileno() for each, _ in ready):
+            self._wakeup.clear()
 
     def wake(self) -> None:
         self._wakeup.wake()
@@ -180,7 +181,7 @@ class ZmqConnection(Connection):
     @property
     def has_input(self) -> bool:
         """Whether there is something to receive, or the connection broke."""
-        return any(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN for socket in self.sockets)
+        return any(has_input(socket) for socket in self.sockets)
 
     def receive(self) -> list[bytes]:
         return self.channel.receive()

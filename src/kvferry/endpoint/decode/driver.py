@@ -15,6 +15,7 @@ from kvferry.control.ends import Connection
 from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
+from kvferry.endpoint.runtime.pacing import Pacing, Sleeps
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import Loop
 from kvferry.errors import KVFerryError, PeerError, UnknownMessageError
@@ -29,10 +30,7 @@ from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_SHORTEST_SLEEP_S = 100e-6
-_LONGEST_SLEEP_S = 0.01
-_SLEEP_OF_QUIET = 1 / 16
-"""Of the time that nothing has happened: what arrives is noticed that much later than it might be, at the most."""
+_SLEEPS = Sleeps(shortest_s=100e-6, of_quiet=1 / 16, longest_s=0.01)
 _MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
@@ -86,6 +84,7 @@ class DecodeDriver(Loop):
         self.rooms = ReceivingRooms(self.context)
         self._links = self.rooms.links
         self._connections = self.rooms.links.connections
+        self._pacing = Pacing(_SLEEPS)
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
@@ -156,14 +155,18 @@ class DecodeDriver(Loop):
         if not self.rooms.open:
             return self.context.end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
         now = self._now()
-        sleep_s = min(max(_SHORTEST_SLEEP_S, (now - self.rooms.last_news_at) * _SLEEP_OF_QUIET), _LONGEST_SLEEP_S)
+        sleep_s = self._pacing.sleep_s(now - self.rooms.last_news_at)
+        ready: Collection[Connection] = ()
         if sleep_s < _MESSAGES_S and now < self._next_messages_at:
             if not self.context.inbox:
                 self.context.platform.pause(sleep_s)
-            return ()
-        # Each call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
-        self._next_messages_at = now + _MESSAGES_S
-        return self.context.end.wait(int(sleep_s / _MESSAGES_S))
+        else:
+            # A call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
+            self._next_messages_at = now + _MESSAGES_S
+            sleep_ms = int(sleep_s / _MESSAGES_S)
+            ready, sleep_s = self.context.end.wait(sleep_ms), sleep_ms * _MESSAGES_S
+        self._pacing.slept(sleep_s, self._now() - now)
+        return ready
 
     def _work_inbox(self, now: float) -> None:
         while self.context.inbox:

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvferry.endpoint.runtime.pacing import Pacing, Sleeps
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.ready_signals import Awaited, AwaitedSignals
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -21,8 +22,7 @@ from kvferry.layout import Device
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Transport
 
-_SHORTEST_SLEEP_S = 50e-6
-_LONGEST_SLEEP_S = 1e-3
+_SLEEPS = Sleeps(shortest_s=50e-6, of_quiet=1.0, longest_s=1e-3)
 
 
 class Worker(Loop):
@@ -50,7 +50,8 @@ class Worker(Loop):
         self._settling = settling
         self._signals = AwaitedSignals(bind_thread)
         self._is_stopping = False
-        self._sleep_s = _SHORTEST_SLEEP_S
+        self._pacing = Pacing(_SLEEPS)
+        self._last_news_at = time.monotonic()
 
     @property
     def memory(self) -> SourceMemory:
@@ -93,23 +94,24 @@ class Worker(Loop):
         has_settled = bool(self._settling) and self._settling.look()
         has_come = bool(self._signals) and self._signals.look()
         if self._writes.look(has_time=not has_taken) or has_settled or has_taken or has_come:
-            self._sleep_s = _SHORTEST_SLEEP_S
-        else:
-            self._sleep_s = min(2 * self._sleep_s, _LONGEST_SLEEP_S)
+            self._last_news_at = time.monotonic()
         return True
 
     def _take_one(self, *, may_wait: bool) -> bool:
         """Runs the next actor. Waits until there is one, or only until the next poll while writes are in flight."""
+        now = time.monotonic()
+        sleep_s = self._pacing.sleep_s(now - self._last_news_at)
         if self._is_stopping:
             if may_wait:
-                time.sleep(self._sleep_s)
+                time.sleep(sleep_s)
             return False
         if not may_wait and not self._run_queue.has_any:
             return False
         try:
             looks_again = self._has_writes or bool(self._signals)
-            actor = self._run_queue.take((self._sleep_s if looks_again else None) if may_wait else 0.0)
+            actor = self._run_queue.take((sleep_s if looks_again else None) if may_wait else 0.0)
         except queue.Empty:
+            self._pacing.slept(sleep_s, time.monotonic() - now)
             return False
         if actor is None:
             self._is_stopping = True
