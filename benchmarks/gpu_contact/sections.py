@@ -131,9 +131,10 @@ def _beside(result: Result) -> Iterator[Verdict]:
 
 
 def _capture(result: Result) -> Iterator[Verdict]:
-    for mode in dict.fromkeys(row["mode"] for row in result["rows"]):
-        is_well = not any(row["capture"] or row["step"] for row in result["rows"] if row["mode"] == mode)
-        yield Verdict(f"captures in the mode {mode} go on beside every step of an endpoint", is_well)
+    steps = [row for row in result["rows"] if row["beside"] != "load NIXL"]  # UCX ends captures in every mode
+    for mode in dict.fromkeys(row["mode"] for row in steps):
+        is_well = not any(row["capture"] or row["step"] for row in steps if row["mode"] == mode)
+        yield Verdict(f"captures in the mode {mode} go on beside every step but loading NIXL", is_well)
 
 
 def _probe(name: str, device: str, *flags: str) -> tuple[str, ...]:
@@ -232,7 +233,7 @@ def sections(device: str = "cuda", tests: Sequence[str] = ()) -> list[Section]:
             "What may an endpoint do beside a capture?",
             _probe("capture", device),
             60,
-            expected="captures in the mode thread_local go on; those in the mode global are feared for",
+            expected="captures in every mode go on, but for those while NIXL is loaded",
             judge=_capture,
         ),
         Section(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -44,8 +45,21 @@ def listening(*, until: signal.Signals = signal.SIGINT, **environment: str) -> I
         assert process.returncode == 0, "a signal is how it ends"
 
 
-def of_the_wire(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [each for each in found if each["about"] == "wire"]
+def of_the_wire(found: list[dict[str, Any]], *, on_gpu: bool = False) -> list[dict[str, Any]]:
+    return [each for each in found if each["about"] == "wire" and ("in a GPU's memory" in each["what"]) is on_gpu]
+
+
+def has_cuda() -> bool:
+    return importlib.util.find_spec("torch") is not None and importlib.import_module("torch").cuda.is_available()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not has_cuda(), reason="no GPU here; tests/unit/transport/test_nixl_diagnosis.py needs none")
+def test_a_gpus_memory_is_written_by_the_drivers_copies():
+    code, found = doctor()
+    (wire,) = of_the_wire(found, on_gpu=True)
+    assert (code, wire["severity"]) == (0, "good"), found
+    assert "UCX takes cuda_ipc/cuda" in wire["what"]
 
 
 @pytest.mark.full
@@ -97,7 +111,7 @@ def test_strays_do_not_disturb_a_doctor_that_listens():
 @pytest.mark.full
 def test_memory_is_the_way_within_a_machine():
     code, found = doctor()
-    (wire,) = [each for each in found if each["about"] == "wire"]
+    (wire,) = of_the_wire(found)
     assert code == 0, found
     assert "GB/s in bulk" in wire["what"]
     assert "UCX takes" in wire["what"]
@@ -117,5 +131,5 @@ def test_a_transport_that_fell_back_to_tcp_is_noticed():
 @pytest.mark.full
 def test_a_wire_that_cannot_be_is_an_error():
     code, found = doctor(UCX_TLS="rc_x")
-    (wire,) = [each for each in found if each["about"] == "wire"]
+    (wire,) = of_the_wire(found)
     assert (code, wire["severity"]) == (2, "error")

@@ -56,6 +56,18 @@ def test_memory_is_taken_while_another_thread_captures_and_the_thread_is_as_it_w
     assert (len(on_fake_gpu.allocated), on_fake_gpu.capture_mode) == (0, 0)
 
 
+def test_a_thread_that_is_bound_to_a_gpu_goes_on_while_others_capture(
+    library: FakeDriverLibrary, monkeypatch: pytest.MonkeyPatch
+):
+    cuda = pytest.importorskip("kvferry.staging.cuda")
+    monkeypatch.setattr(cuda.torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(cuda.torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cuda, "CudaDriver", lambda: CudaDriver(library))
+    assert library.capture_mode == 0
+    cuda.bind_thread(3)
+    assert library.capture_mode == 1, "an engine's capture would refuse what the thread does, and end"
+
+
 def test_what_does_not_fit_is_refused_with_what_to_do(on_fake_gpu: FakeDriverLibrary):
     with pytest.raises(SettingsError, match=rf"{1 << 31} bytes .*VRAM:3 .*OUT_OF_MEMORY.*STAGING_RING_MIB") as caught:
         allocate(1 << 31, GPU)

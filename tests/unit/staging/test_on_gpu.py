@@ -146,6 +146,14 @@ def test_a_copy_does_not_wait_for_the_engine(layers: Layers):
         torch.cuda.synchronize()
 
 
+def test_a_copy_leaves_the_thread_with_the_stream_that_it_had(layers: Layers):
+    shape, engines = SHAPES["whole pages"], torch.cuda.Stream()
+    starts = layers.starts(layers.tensors, np.array([0]))
+    with allocate(len(starts) * shape.num_bytes, GPU) as memory, torch.cuda.stream(engines):
+        layers.kernels.gather(starts, shape, memory.address)
+        assert torch.cuda.current_stream() == engines
+
+
 def test_offsets_beyond_what_32_bits_count():
     gib, block = 1 << 30, BlockShape(((16, 2048),), 1024)
     far = np.array([4 * gib - 512, 5 * gib, 5 * gib + 65536], np.int64)
