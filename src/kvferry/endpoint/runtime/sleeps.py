@@ -12,44 +12,45 @@ from dataclasses import dataclass
 _LATE_S = 2e-3
 """From this on a sleep ended late for the lock, and not for want of a processor."""
 
-_LOOKS_REMEMBERED = 4
+_LOOKS_REMEMBERED = 2
 _CONTENDED_OF_QUIET = 0.5
-_CONTENDED_LONGEST_S = 0.04
 
 
 @dataclass(frozen=True, slots=True)
-class Sleeps:
-    """How long sleeps are while the lock is free.
+class SleepBounds:
+    """How long sleeps are.
 
     Attributes:
         shortest_s: right after something has happened.
         of_quiet: of the time that nothing has: what happens is noticed that much later than it might be.
-        longest_s: after a long time.
+        longest_s: after a long time, while the lock is free.
+        longest_contended_s: after a long time, while another thread keeps it.
     """
 
     shortest_s: float
     of_quiet: float
     longest_s: float
+    longest_contended_s: float
 
 
-class Pacing:
+class Sleeps:
     """Chooses how long the next sleep is. For one thread."""
 
-    def __init__(self, sleeps: Sleeps) -> None:
+    def __init__(self, bounds: SleepBounds) -> None:
         """Begins as if the lock were free."""
-        self._sleeps = sleeps
+        self._bounds = bounds
         self._remembered = 0  # looks for which the lock still counts as kept
 
-    def sleep_s(self, quiet_s: float) -> float:
+    def next_s(self, quiet_s: float) -> float:
         """Returns how long to sleep.
 
         Args:
             quiet_s: since when nothing has happened.
         """
-        usual = self._sleeps
+        usual = self._bounds
         asked_s = min(max(usual.shortest_s, quiet_s * usual.of_quiet), usual.longest_s)
         if self._remembered:
-            asked_s = max(asked_s, min(quiet_s * _CONTENDED_OF_QUIET, _CONTENDED_LONGEST_S))
+            asked_s = max(asked_s, min(quiet_s * _CONTENDED_OF_QUIET, usual.longest_contended_s))
         return asked_s
 
     def slept(self, asked_s: float, took_s: float) -> None:
