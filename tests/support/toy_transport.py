@@ -19,10 +19,9 @@ from io import BufferedReader
 
 import numpy as np
 
-from kvferry import Region, Settings
+from kvferry import MemoryKind, Region, Settings
 from kvferry.errors import MessageError, PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.findings import Finding, good
-from kvferry.layout import MemoryKind
 from kvferry.transport import (
     Connection,
     Copies,
