@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,17 +16,11 @@ from tests.support.commands import CommandProcess, kvferry
 from tests.support.family import assert_gone, wait_for_ranks
 from tests.support.real_transport import skip_unless_installed
 
+from kvferry.applications.doctor.machine import has_gpu
+
 skip_unless_installed()
 
 SMALL = ("--preset", "small", "--tokens", "70", "--requests", "3", "--in-flight", "2", "--repetitions", "1")
-
-
-def has_cuda() -> bool:
-    if importlib.util.find_spec("torch") is None:
-        return False
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def result(commands: CommandProcess, *flags: str) -> dict[str, Any]:
@@ -143,7 +136,7 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(flags: tuple[str, ...], said
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.skipif(has_cuda(), reason="there is a GPU here")
+@pytest.mark.skipif(has_gpu(), reason="there is a GPU here")
 def test_a_gpu_is_asked_for_where_there_is_none():
     run = kvferry("bench", *SMALL, "--device", "cuda")
     assert run.returncode == 2
@@ -151,7 +144,7 @@ def test_a_gpu_is_asked_for_where_there_is_none():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda(), reason="no GPU here")
+@pytest.mark.skipif(not has_gpu(), reason="no GPU here")
 def test_every_byte_arrives_in_the_memory_of_a_gpu(commands: CommandProcess):
     shown = result(commands, "--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd")
     assert shown["device"] == "cuda"
@@ -159,7 +152,7 @@ def test_every_byte_arrives_in_the_memory_of_a_gpu(commands: CommandProcess):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda(), reason="no GPU here; tests/unit/staging/test_mapped.py needs none")
+@pytest.mark.skipif(not has_gpu(), reason="no GPU here; tests/unit/staging/test_mapped.py needs none")
 def test_so_it_does_by_kernels_into_mapped_pages(commands: CommandProcess):
     flags = ("--device", "cuda", "--prefill-tp", "2", "--decode-layout", "hnd", "--variants", "mapped")
     shown = result(commands, *flags)

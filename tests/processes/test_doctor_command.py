@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -17,6 +16,7 @@ import pytest
 import zmq
 from tests.support.waiting import PATIENCE_S
 
+from kvferry.applications.doctor.machine import has_gpu
 from kvferry.applications.doctor.pairing import Hello, Seen, Written
 from kvferry.control.channel import ConnectedChannel
 
@@ -49,12 +49,8 @@ def of_the_wire(found: list[dict[str, Any]], *, on_gpu: bool = False) -> list[di
     return [each for each in found if each["about"] == "wire" and ("in a GPU's memory" in each["what"]) is on_gpu]
 
 
-def has_cuda() -> bool:
-    return importlib.util.find_spec("torch") is not None and importlib.import_module("torch").cuda.is_available()
-
-
 @pytest.mark.gpu
-@pytest.mark.skipif(not has_cuda(), reason="no GPU here; tests/unit/transport/test_nixl_diagnosis.py needs none")
+@pytest.mark.skipif(not has_gpu(), reason="no GPU here; tests/unit/transport/test_nixl_diagnosis.py needs none")
 def test_a_gpus_memory_is_written_by_the_drivers_copies():
     code, found = doctor()
     (wire,) = of_the_wire(found, on_gpu=True)

@@ -91,25 +91,28 @@ class CudaDriver:
             self._call("cuMemFree_v2", ctypes.c_uint64(address))
             self._release(index)
 
-    def ignore_captures(self) -> int:
+    def ignore_captures(self) -> None:
         """Lets the calling thread go on while other threads capture graphs, and their captures as well.
 
         An engine captures in the mode `global` (torch's default). Meanwhile an allocation, an upload or a look at an
         event by any other thread would fail, and end the capture with it, unless that thread has said this.
 
-        Returns:
-            How it was before, for `heed_captures`.
-
         Raises:
             CudaDriverError: if the driver refuses.
         """
-        return self._exchange_capture_mode(_CAPTURE_MODE_THREAD_LOCAL)
+        self._exchange_capture_mode(_CAPTURE_MODE_THREAD_LOCAL)
 
-    def heed_captures(self, mode: int) -> None:
-        """Makes the calling thread what it was before `ignore_captures`."""
-        self._exchange_capture_mode(mode)
+    @contextmanager
+    def _beside_captures(self) -> Iterator[None]:
+        """As `ignore_captures`, for a while."""
+        before = self._exchange_capture_mode(_CAPTURE_MODE_THREAD_LOCAL)
+        try:
+            yield
+        finally:
+            self._exchange_capture_mode(before)
 
     def _exchange_capture_mode(self, mode: int) -> int:
+        """Returns the mode that the thread had."""
         exchanged = ctypes.c_int(mode)
         self._call("cuThreadExchangeStreamCaptureMode", ctypes.byref(exchanged))
         return exchanged.value
@@ -185,11 +188,10 @@ class CudaDriver:
         context, before = self._retain(index), ctypes.c_void_p()
         try:
             self._call("cuCtxPushCurrent_v2", context)
-            mode = self.ignore_captures()
             try:
-                yield
+                with self._beside_captures():
+                    yield
             finally:
-                self.heed_captures(mode)
                 self._call("cuCtxPopCurrent_v2", ctypes.byref(before))
         finally:
             self._release(index)

@@ -83,7 +83,7 @@ class BulkSender:
                 source += length
                 address += length
             # The first write to a peer maps a GPU's memory. It is not timed, as the first round of endpoints is not.
-            self._post(*self._writes[-1].blocks, np.zeros(1, np.int32), time.monotonic() + _FIRST_WRITE_S)
+            self._post(self._writes[-1].blocks, np.zeros(1, np.int32), time.monotonic(), _FIRST_WRITE_S)
 
     def write(self, is_in_blocks: bool, timeout_s: float) -> BulkTimes:
         """Writes everything, one after the other: the machine is busy with one.
@@ -93,16 +93,23 @@ class BulkSender:
         """
         started_at = time.monotonic()
         for write in self._writes:
-            local, remote = write.blocks if is_in_blocks else write.whole
+            lists = write.blocks if is_in_blocks else write.whole
             # From the last block to the first: neighbours in this order are not merged, and stay many.
-            self._post(local, remote, np.arange(local.count - 1, -1, -1, dtype=np.int32), started_at + timeout_s)
+            self._post(lists, np.arange(lists[0].count - 1, -1, -1, dtype=np.int32), started_at, timeout_s)
         return BulkTimes(started_at, time.monotonic(), sum(write.num_bytes for write in self._writes))
 
-    def _post(self, local: PreparedList, remote: PreparedList, indices: DescriptorIndices, deadline: float) -> None:
+    def _post(
+        self,
+        lists: tuple[PreparedList, PreparedList],
+        indices: DescriptorIndices,
+        started_at: float,
+        timeout_s: float,
+    ) -> None:
+        local, remote = lists
         transfer = self._transport.post(local, indices, remote, indices, b"bulk")
         while self._transport.poll(transfer) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("bulk writes were not through in time")
+            if time.monotonic() > started_at + timeout_s:
+                raise TimeoutError(f"bulk writes were not through after {timeout_s:g} s")
             time.sleep(20e-6)
         self._transport.release(transfer)
 

@@ -276,13 +276,13 @@ class PrefillDriver(Loop):
         while self._failed_writes:
             self._connection_broke(*self._failed_writes.popleft())
         self._flush()
-        makes_progress = now >= self._next_tick_at or now < self._connecting_until
-        if now >= self._next_tick_at:
+        is_due = now >= self._next_tick_at
+        if is_due:
             self._next_tick_at = now + _TICK_S
             self._tick(now, longest_wait_s=wait_ms / 1000)
         if self._is_closing_down and self._has_closed():
             return False
-        if makes_progress:
+        if is_due or now < self._connecting_until:
             # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
             self._transport.take_notifications()
         return True

@@ -47,10 +47,10 @@ class Sleeps:
         Args:
             quiet_s: since when nothing has happened.
         """
-        usual = self._bounds
-        asked_s = min(max(usual.shortest_s, quiet_s * usual.of_quiet), usual.longest_s)
+        bounds = self._bounds
+        asked_s = min(max(bounds.shortest_s, quiet_s * bounds.of_quiet), bounds.longest_s)
         if self._remembered:
-            asked_s = max(asked_s, min(quiet_s * _CONTENDED_OF_QUIET, usual.longest_contended_s))
+            asked_s = max(asked_s, min(quiet_s * _CONTENDED_OF_QUIET, bounds.longest_contended_s))
         return asked_s
 
     def slept(self, asked_s: float, took_s: float) -> None:

@@ -20,8 +20,8 @@ from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = re.compile(r"remote memory write by ucp_put\S* from (?P<source>.+?) to (?P<target>.+?)\s*\|")
-_WITHIN_PROCESS = re.compile(r"\| \S+ self cfg#")
-_CONFIGURATION = re.compile(r"\| \S+ \S+ cfg#")
+_CONFIGURATION = re.compile(r"\| \S+ (?P<between>\S+) cfg#")
+_WITHIN_PROCESS = "self"
 _ROW = re.compile(r"\|\s*(?P<range>[\w.]+)\s*\|\s*(?P<how>[^|]*?)\s*\|\s*(?P<config>[^|]+?)\s*\|")
 _EMULATED = "software emulation"
 
@@ -173,8 +173,8 @@ def ways_of_writes(said: str, kind: MemoryKind) -> list[Way]:
     found: dict[Way, None] = {}
     is_within = is_wanted = False
     for line in said.splitlines():
-        if _CONFIGURATION.search(line):
-            is_within, is_wanted = bool(_WITHIN_PROCESS.search(line)), False
+        if configuration := _CONFIGURATION.search(line):
+            is_within, is_wanted = configuration["between"] == _WITHIN_PROCESS, False
         elif title := _TITLE.search(line):
             kinds = {_kind(title["source"]), _kind(title["target"])}
             is_wanted = not is_within and kinds == {kind}
