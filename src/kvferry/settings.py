@@ -211,6 +211,14 @@ class Settings(BaseSettings):
         le=64,
         description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",
     )
+    interpreter_takes_per_s: float = Field(
+        150.0,
+        ge=1,
+        le=1e6,
+        description="Most times a second that an endpoint's threads take Python's interpreter lock from a thread that "
+        "keeps it until it is asked for it, such as an engine's: each costs that thread 0.2 to 0.4 ms. Fewer spare it, "
+        "more let transfers beside it go faster. Where no thread keeps it there is no bound.",
+    )
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
     )
@@ -235,13 +243,13 @@ class Settings(BaseSettings):
         gt=0,
         le=65536,
         description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank, beside "
-        "the pool. By default 32 where the pool is in CPU memory, 256 in a GPU's, or four sub-chunks if that is more.",
+        "the pool. By default 64 where the pool is in CPU memory, 256 in a GPU's, or four sub-chunks if that is more.",
     )
     staging_chunk_mib: float | None = Field(
         None,
         gt=0,
         le=65536,
-        description="How much is gathered, written in bulk and scattered at a time. By default 8 where the pool is in "
+        description="How much is gathered, written in bulk and scattered at a time. By default 16 where the pool is in "
         "CPU memory, 64 in a GPU's, or a quarter of a ring if that is less.",
     )
     staging_memory_mib: float = Field(

@@ -109,7 +109,7 @@ class Endpoint(ABC):
         self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = with_found_address(settings or Settings())
         self.engine_rank = self.coordinates.engine_rank
-        self._platform = platform or SystemPlatform()
+        self._platform = platform or SystemPlatform(self.settings.interpreter_takes_per_s)
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )

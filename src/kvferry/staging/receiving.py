@@ -91,12 +91,15 @@ class WriterRing:
         return sum(stop - start for start, stop in list(self._being_read.items()))
 
     def give_back(self, span: Span) -> None:
-        """Marks a span as read.
-
-        Sends the writer a credit several times a round, and whenever nothing is left to be read: it may wait for that.
-        """
+        """Marks a span as read."""
         self._being_read.pop(span.start, None)
         self._reading.release(span)
+
+    def send_credit(self) -> None:
+        """Tells the writer up to where the ring was read, if it is time to.
+
+        That is several times a round, and whenever nothing is left to be read: it may wait for that.
+        """
         position = self._reading.position
         is_due = position - self._reported >= self.memory.num_bytes // _CREDITS_A_ROUND or self.is_idle
         if not is_due or position == self._reported:
@@ -248,6 +251,11 @@ class ReceivingStaging:
     def metadata(self) -> bytes:
         """Returns the transport's metadata, with all rings."""
         return self._transport.metadata()
+
+    def send_credits(self) -> None:
+        """Tells writers what was read since the last call: one message for all that a look has found."""
+        for ring in self._rings.values():
+            ring.send_credit()
 
     def attached(self, endpoint: str) -> None:
         """Records that a prefill rank has attached, for the first time or anew: its earlier writes have ended."""

@@ -1,8 +1,9 @@
 """How large rings, sub-chunks and measurements are, where the settings do not say: it depends on the kind of memory.
 
-On a CPU a sub-chunk should stay in the cache between gathering and writing. On a GPU nothing stays in a cache, and what
-counts are calls: a sub-chunk costs the prefill side's interpreter 300 to 500 us whatever its size, which at 8 MiB would
-end at 17 to 28 GB/s. A ring has four sub-chunks, so that one is gathered while others cross and are scattered.
+What counts are calls. On a GPU a sub-chunk costs the prefill side's interpreter 300 to 500 us whatever its size, which
+at 8 MiB would end at 17 to 28 GB/s. On a CPU 8 MiB and more are equally fast while the interpreter's lock is free; but
+beside a thread that keeps it every sub-chunk waits for it several times, whatever its size. A ring has four sub-chunks,
+so that one is gathered while others cross and are scattered.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class StagingSizes:
 
 
 DEFAULTS: Mapping[MemoryKind, StagingSizes] = {
-    MemoryKind.DRAM: StagingSizes(32 * MIB, 8 * MIB, 2 * MIB),
+    MemoryKind.DRAM: StagingSizes(64 * MIB, 16 * MIB, 2 * MIB),
     MemoryKind.VRAM: StagingSizes(256 * MIB, 64 * MIB, 64 * MIB),
 }
 

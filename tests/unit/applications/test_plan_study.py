@@ -177,8 +177,8 @@ def test_the_path_is_that_of_the_cost_model(case: Case):
 
 
 def test_bulk_writes_are_of_the_size_that_endpoints_write():
-    assert staging_sizes(Settings(), MemoryKind.DRAM).chunk_bytes == 8 << 20
-    assert [bulk_writes(size) for size in (1, 8 << 20, (8 << 20) + 1, 40 << 20)] == [1, 1, 2, 5]
+    assert staging_sizes(Settings(), MemoryKind.DRAM).chunk_bytes == 16 << 20
+    assert [bulk_writes(size) for size in (1, 16 << 20, (16 << 20) + 1, 80 << 20)] == [1, 1, 2, 5]
 
 
 # ---- by expanding descriptors ---------------------------------------------------------------------------------------

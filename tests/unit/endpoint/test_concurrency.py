@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import gc
+import math
 import queue
 import threading
 import time
@@ -21,6 +22,7 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.runtime.rests import Rests
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
@@ -413,7 +415,7 @@ def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., thread
     for _ in range(3):
         takers(run_queue, timeout_s)
     waker = Waker([run_queue])
-    SupervisedThread("test", waker)
+    SupervisedThread("test", waker, Rests(math.inf))
     actors = [Records(run_queue) for _ in range(4)]
 
     def call(mine: list[Records]) -> None:
@@ -443,7 +445,7 @@ def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Ca
 
     run_queue = Counting()
     waker = Waker([run_queue])
-    thread = SupervisedThread("test", waker)
+    thread = SupervisedThread("test", waker, Rests(math.inf))
     takers(run_queue, None)
     for round_number in range(3):
         actor = Records(run_queue)
@@ -498,16 +500,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     assert turns[Waker] == turns[Worker] == 0
     assert turns[PrefillDriver] <= 2
     eventually("the decode side's thread waits", lambda: len(waits_ms) > 2)
-    assert min(waits_ms) >= 10  # and longer, where this test's own thread has just kept the interpreter
-    waits_ms.clear()
-    is_over = threading.Event()
-    computing = threading.Thread(target=lambda: [None for _ in iter(is_over.is_set, True)])
-    computing.start()
-    try:
-        eventually("it looks less often while a thread computes", lambda: waits_ms[-3:] == [40, 40, 40])
-    finally:
-        is_over.set()
-        computing.join()
+    assert min(waits_ms) == 10
 
 
 def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

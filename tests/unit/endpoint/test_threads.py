@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
 from tests.support.waiting import eventually
 
+from kvferry.endpoint.runtime.rests import Rests
 from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
 
 
@@ -32,7 +34,7 @@ class Fails(Loop):
 @pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
 def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplog: pytest.LogCaptureFixture):
     loop = Fails(error)
-    thread = SupervisedThread("a thread", loop)
+    thread = SupervisedThread("a thread", loop, Rests(math.inf))
     eventually("it went on", lambda: loop.turns > 3)
     health = thread.health
     assert (health.name, health.is_alive, health.failures) == ("a thread", True, 1)
@@ -44,7 +46,7 @@ def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplo
 
 def test_a_thread_whose_every_turn_fails_does_not_spin():
     loop = Fails(*[ValueError("again")] * 10_000)
-    thread = SupervisedThread("a thread", loop)
+    thread = SupervisedThread("a thread", loop, Rests(math.inf))
     threading.Event().wait(0.3)
     assert 3 < loop.turns < 20  # 1, 2, 4, ... milliseconds apart
     loop.errors.clear()
@@ -54,7 +56,7 @@ def test_a_thread_whose_every_turn_fails_does_not_spin():
 
 def test_a_loop_that_never_failed_is_well():
     loop = Fails()
-    thread = SupervisedThread("a thread", loop)
+    thread = SupervisedThread("a thread", loop, Rests(math.inf))
     assert thread.health.failures == 0
     assert thread.health.last_failure == ""
     loop.is_stopping.set()

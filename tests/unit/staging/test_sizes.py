@@ -12,7 +12,7 @@ from kvferry.staging.sizes import MIB, StagingSizes, staging_notice, staging_siz
 @pytest.mark.parametrize(
     ("kind", "given", "sizes"),
     [
-        (MemoryKind.DRAM, {}, (32, 8, 2)),
+        (MemoryKind.DRAM, {}, (64, 16, 2)),
         (MemoryKind.VRAM, {}, (256, 64, 64)),
         (MemoryKind.VRAM, {"staging_ring_mib": 512}, (512, 64, 64)),
         (MemoryKind.VRAM, {"staging_ring_mib": 32}, (32, 8, 32)),

@@ -58,6 +58,7 @@ def test_the_writer_hears_of_what_was_read_once_nothing_is_left_to_read():
     assert ring.take(span)
     idle.append(ring.is_idle)
     ring.give_back(span)
+    ring.send_credit()
     assert [*idle, ring.is_idle] == [True, False, True]
     assert credits_.sent == [Credit(epoch=ring.epoch, position=10)]
 
@@ -70,8 +71,20 @@ def test_the_writer_hears_of_a_quarter_of_the_ring_at_a_time_while_more_is_being
     sent = []
     for span in every:
         ring.give_back(span)
+        ring.send_credit()
         sent.append(credits_.positions[-1:])
     assert sent == [[], [], [240], [240], [240], [480], [480], [640]]
+
+
+def test_what_was_read_since_the_last_look_is_told_in_one_message():
+    ring, credits_ = ring_and_credits()
+    every = spans(*[200] * 4)
+    for span in every:
+        assert ring.take(span)
+        ring.give_back(span)
+    ring.send_credit()
+    ring.send_credit()
+    assert credits_.positions == [800]
 
 
 def test_spans_that_are_read_out_of_order_are_told_together():
@@ -79,9 +92,11 @@ def test_spans_that_are_read_out_of_order_are_told_together():
     first, second = spans(300, 300)
     assert ring.take(second)
     ring.give_back(second)
+    ring.send_credit()
     assert credits_.sent == [], "nothing is news while the first has not come"
     assert ring.take(first)
     ring.give_back(first)
+    ring.send_credit()
     assert credits_.positions == [600]
 
 
@@ -93,8 +108,10 @@ def test_a_span_that_is_being_read_is_not_read_a_second_time():
     assert ring.take(second)
     assert not ring.take(first)
     ring.give_back(second)
+    ring.send_credit()
     assert credits_.sent == []
     ring.give_back(first)
+    ring.send_credit()
     assert credits_.positions == [800]
     for span in (first, second):
         assert not ring.take(span)

@@ -16,7 +16,7 @@ from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.sleeps import SleepBounds, Sleeps
+from kvferry.endpoint.runtime.sleeps import SleepBounds
 from kvferry.endpoint.runtime.threads import Loop
 from kvferry.errors import KVFerryError, PeerError, UnknownMessageError
 from kvferry.observe.observer import Observer
@@ -30,7 +30,7 @@ from kvferry.transport import Transport
 
 log = logging.getLogger(__name__)
 
-_BOUNDS = SleepBounds(shortest_s=100e-6, of_quiet=1 / 16, longest_s=0.01, longest_contended_s=0.04)
+_SLEEPS = SleepBounds(shortest_s=100e-6, of_quiet=1 / 16, longest_s=0.01)
 _MESSAGES_S = 1e-3
 _LINKS_OPEN_MS = 50
 _IDLE_MS = 500
@@ -84,7 +84,6 @@ class DecodeDriver(Loop):
         self.rooms = ReceivingRooms(self.context)
         self._links = self.rooms.links
         self._connections = self.rooms.links.connections
-        self._sleeps = Sleeps(_BOUNDS)
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
         self._next_ping_at = 0.0
@@ -148,6 +147,7 @@ class DecodeDriver(Loop):
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
             self._tick(now)
+        self.context.staging.send_credits()
         return True
 
     def _wait(self) -> Collection[Connection]:
@@ -155,18 +155,14 @@ class DecodeDriver(Loop):
         if not self.rooms.open:
             return self.context.end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
         now = self._now()
-        sleep_s = self._sleeps.next_s(now - self.rooms.last_news_at)
-        ready: Collection[Connection] = ()
+        sleep_s = _SLEEPS.next_s(now - self.rooms.last_news_at)
         if sleep_s < _MESSAGES_S and now < self._next_messages_at:
             if not self.context.inbox:
                 self.context.platform.pause(sleep_s)
-        else:
-            # A call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
-            self._next_messages_at = now + _MESSAGES_S
-            sleep_ms = int(sleep_s / _MESSAGES_S)
-            ready, sleep_s = self.context.end.wait(sleep_ms), sleep_ms * _MESSAGES_S
-        self._sleeps.slept(sleep_s, self._now() - now)
-        return ready
+            return ()
+        # A call to the system hands the interpreter to others, which may keep it: messages come seldom, and wait.
+        self._next_messages_at = now + _MESSAGES_S
+        return self.context.end.wait(int(sleep_s / _MESSAGES_S))
 
     def _work_inbox(self, now: float) -> None:
         while self.context.inbox:

@@ -7,6 +7,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 
+from kvferry.endpoint.runtime.rests import Rests, waits_of_this_thread
 from kvferry.observe.status import ThreadStatus
 
 log = logging.getLogger(__name__)
@@ -62,10 +63,15 @@ class SupervisedThread(RunningLoop):
     ever slower, up to once a second, while every turn fails.
     """
 
-    def __init__(self, name: str, loop: Loop) -> None:
-        """Starts the thread."""
+    def __init__(self, name: str, loop: Loop, rests: Rests) -> None:
+        """Starts the thread.
+
+        Args:
+            rests: says when it rests between two turns.
+        """
         self._name = name
         self._loop = loop
+        self._rests = rests
         self._failures = 0
         self._last_failure = ""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -85,8 +91,10 @@ class SupervisedThread(RunningLoop):
         goes_on = True
         while goes_on:
             try:
+                waits = waits_of_this_thread()
                 goes_on = self._loop.turn(may_wait=True)
                 pause_s = _SHORTEST_PAUSE_S
+                self._rests.after(waits_of_this_thread() - waits)
             except BaseException as error:  # SystemExit, too, would end the thread in silence
                 self._failures += 1
                 self._last_failure = f"{type(error).__name__}: {error}"

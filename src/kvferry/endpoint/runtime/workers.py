@@ -15,7 +15,7 @@ from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.ready_signals import Awaited, AwaitedSignals
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
-from kvferry.endpoint.runtime.sleeps import SleepBounds, Sleeps
+from kvferry.endpoint.runtime.sleeps import SleepBounds
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.endpoint.runtime.writes import WatchedWrite, WritesInFlight
 from kvferry.layout import Device
@@ -23,7 +23,7 @@ from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Transport
 
 # Also looked at is whether the engine has computed what is to be sent, which a request's first token waits for.
-_BOUNDS = SleepBounds(shortest_s=50e-6, of_quiet=1.0, longest_s=1e-3, longest_contended_s=0.01)
+_SLEEPS = SleepBounds(shortest_s=50e-6, of_quiet=1.0, longest_s=1e-3)
 
 
 class Worker(Loop):
@@ -51,7 +51,6 @@ class Worker(Loop):
         self._settling = settling
         self._signals = AwaitedSignals(bind_thread)
         self._is_stopping = False
-        self._sleeps = Sleeps(_BOUNDS)
         self._last_news_at = time.monotonic()
 
     @property
@@ -100,8 +99,7 @@ class Worker(Loop):
 
     def _take_one(self, *, may_wait: bool) -> bool:
         """Runs the next actor. Waits until there is one, or only until the next poll while writes are in flight."""
-        now = time.monotonic()
-        sleep_s = self._sleeps.next_s(now - self._last_news_at)
+        sleep_s = _SLEEPS.next_s(time.monotonic() - self._last_news_at)
         if self._is_stopping:
             if may_wait:
                 time.sleep(sleep_s)
@@ -112,7 +110,6 @@ class Worker(Loop):
             looks_again = self._has_writes or bool(self._signals)
             actor = self._run_queue.take((sleep_s if looks_again else None) if may_wait else 0.0)
         except queue.Empty:
-            self._sleeps.slept(sleep_s, time.monotonic() - now)
             return False
         if actor is None:
             self._is_stopping = True

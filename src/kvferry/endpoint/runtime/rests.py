@@ -1,0 +1,92 @@
+"""How often an endpoint's threads take Python's interpreter lock from a thread that keeps it, such as an engine's.
+
+A thread that computes without a pause gives the lock away only when it is asked to, after 5 ms
+(`sys.getswitchinterval`), and loses 0.2 to 0.4 ms each time: it stops, another thread has to wake up and run, and it
+has to wake up itself. Transfers at full speed would ask whenever they may, 200 times a second. So beside such a thread
+an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
+
+How often a thread takes it is the operating system's account of its waits: those for the lock, and those for input and
+for time, after which the lock must be taken as well. Whether another thread keeps the lock shows in when a rest ends.
+Nobody rests for long where it is free, or is given away before anyone has to ask for it.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable
+
+_SAVED_UP_S = 0.1
+"""Waits of so much time may come at once: those for a request now and then delay it by nothing."""
+
+_TRIAL_S = 1e-4
+"""A rest that shows whether the lock is kept: long enough for a thread that waits for it to wake up, and take it."""
+
+_FREE_S = 0.1
+"""After a trial that found the lock free no wait counts, and nobody rests."""
+
+_LONGEST_S = 1.0
+_RESTS_UNTIL_FREE = 4
+"""So many rests in a row end in time when the lock is free: one may also where another thread had asked for it."""
+
+
+def waits_of_this_thread() -> int:
+    """Returns how often the calling thread has waited for anything, since it began."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+class Rests:
+    """Says when threads of one endpoint rest, and how long."""
+
+    def __init__(
+        self,
+        most_takes_per_s: float,
+        *,
+        now: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        """Begins as if the lock were free.
+
+        Args:
+            most_takes_per_s: by all threads, of the lock that another one keeps.
+        """
+        self._take_s = 1 / most_takes_per_s
+        self._now = now
+        self._sleep = sleep
+        # No lock guards them: where two threads change them at once, a few takes are not counted.
+        self._counted_until = 0.0
+        self._paid_until = 0.0
+        self._free_until = 0.0
+        self._rests_until_free = 0
+
+    def after(self, waits: int) -> None:
+        """Rests, if it is time to. For every thread, after each of its turns.
+
+        Args:
+            waits: how often the thread has waited in its turn.
+        """
+        now = self._now()
+        if now < self._free_until:
+            return
+        interval_s = sys.getswitchinterval()
+        # One thread waits once for each time that it takes the lock, and several at once more often than that; but no
+        # more than one can take it from another in an interval.
+        self._counted_until = max(self._counted_until, now - _SAVED_UP_S)
+        takes = min(waits, (now - self._counted_until) / interval_s)
+        self._counted_until += takes * interval_s
+        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + takes * self._take_s
+        if self._paid_until <= now:
+            return
+        # Until as much is saved up again: few long rests cost fewer takes than many short ones.
+        rest_s = min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S) if self._rests_until_free else _TRIAL_S
+        self._sleep(rest_s)
+        ended_at = self._now()
+        if ended_at - now - rest_s >= interval_s:
+            self._rests_until_free = _RESTS_UNTIL_FREE
+            self._paid_until += self._take_s  # it ended with a take of its own
+            return
+        self._rests_until_free = max(0, self._rests_until_free - 1)
+        if not self._rests_until_free:
+            self._free_until = ended_at + _FREE_S
+            self._paid_until = 0.0

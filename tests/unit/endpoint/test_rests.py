@@ -1,0 +1,155 @@
+"""A thread that computes loses the interpreter's lock only so often, and nobody rests where the lock is free."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import pytest
+from tests.support.waiting import eventually
+
+from kvferry.endpoint.runtime.rests import Rests, waits_of_this_thread
+from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
+
+SWITCH_S = sys.getswitchinterval()
+KEPT_S = 1.1 * SWITCH_S  # how late a thread gets a lock that another keeps
+
+
+class Machine:
+    """Threads of an endpoint that take turns, each with a clock of its own, beside one that may keep the lock.
+
+    Attributes:
+        late_s: how late they get the lock after a rest.
+        rests: how long they rested.
+        takes: how often they have taken the lock.
+    """
+
+    def __init__(self, late_s: float = 0.0, threads: int = 1) -> None:
+        self.late_s = late_s
+        self.rests: list[float] = []
+        self.takes = 0
+        self._clocks = [100.0] * threads
+        self._turn_of = 0
+        self._lock_free_at = 0.0
+
+    @property
+    def now_s(self) -> float:
+        """The clock of the thread that runs."""
+        return self._clocks[self._turn_of]
+
+    def rests_for(self, most_takes_per_s: float) -> Rests:
+        return Rests(most_takes_per_s, now=lambda: self.now_s, sleep=self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.rests.append(seconds)
+        self.takes += self.late_s >= SWITCH_S
+        self._clocks[self._turn_of] += seconds + self.late_s
+
+    def run(self, seconds: float, rests: Rests, *, takes: int) -> None:
+        """Lets threads have turns, each with so many takes. One that finds others before it waits once for each."""
+        ends_at = self.now_s + seconds
+        while (earliest := min(self._clocks)) < ends_at:
+            self._turn_of = self._clocks.index(earliest)
+            waits = 0
+            for _ in range(takes):
+                taken_at = max(self.now_s, self._lock_free_at) + SWITCH_S
+                waits += round((taken_at - self.now_s) / SWITCH_S)
+                self._clocks[self._turn_of] = self._lock_free_at = taken_at
+            self.takes += takes
+            rests.after(waits)
+
+
+@pytest.mark.parametrize("most", [60.0, 100.0, 150.0])
+@pytest.mark.parametrize("takes", [1, 3, 10])
+@pytest.mark.parametrize("threads", [1, 6])
+def test_threads_take_a_lock_that_another_keeps_only_so_often(most: float, takes: int, threads: int):
+    machine = Machine(KEPT_S, threads)
+    machine.run(60.0, machine.rests_for(most), takes=takes)
+    assert most / 2 < machine.takes / 60.0 < 1.1 * most
+
+
+@pytest.mark.parametrize("late_s", [0.0, SWITCH_S / 2])
+def test_nobody_rests_where_the_lock_is_free_or_given_away_by_itself(late_s: float):
+    machine = Machine(late_s)
+    machine.run(10.0, machine.rests_for(20.0), takes=3)
+    assert machine.rests
+    assert sum(machine.rests) < 0.01 * 10.0
+
+
+def test_a_request_now_and_then_is_not_delayed():
+    machine = Machine(KEPT_S)
+    rests = machine.rests_for(100.0)
+    machine.run(1.0, rests, takes=5)
+    machine.rests.clear()
+    for _ in range(20):
+        machine.sleep(0.5)
+        machine.rests.remove(0.5)
+        machine.run(SWITCH_S, rests, takes=8)
+    assert machine.rests == []
+
+
+def test_nobody_rests_any_more_once_some_rests_ended_in_time():
+    machine = Machine(KEPT_S)
+    rests = machine.rests_for(50.0)
+    machine.run(1.0, rests, takes=5)
+    machine.rests.clear()
+    machine.late_s = 0.0
+    machine.run(10.0, rests, takes=5)
+    assert len([rest for rest in machine.rests if rest > 1e-3]) == 4
+
+
+def test_one_rest_that_ends_in_time_does_not_say_that_the_lock_is_free():
+    """It does so, too, where another thread of the endpoint had just asked for the lock."""
+    machine = Machine()
+    rests = machine.rests_for(50.0)
+    for turn in range(4000):
+        machine.late_s = 0.0 if turn % 3 == 0 else KEPT_S
+        machine.run(SWITCH_S, rests, takes=5)
+    assert machine.takes / (machine.now_s - 100.0) < 1.1 * 50.0
+
+
+def test_without_a_bound_nobody_rests():
+    machine = Machine(KEPT_S)
+    machine.run(10.0, machine.rests_for(float("inf")), takes=5)
+    assert machine.rests == []
+
+
+class Looks(Loop):
+    """Waits a moment in each turn, until it is stopped."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.waits = 0
+        self.is_stopping = False
+
+    def has_work(self) -> bool:
+        return True
+
+    def turn(self, *, may_wait: bool) -> bool:
+        time.sleep(1e-4)
+        self.turns += 1
+        self.waits = waits_of_this_thread()
+        return not self.is_stopping
+
+
+def test_a_thread_rests_beside_one_that_computes_and_not_without():
+    loop = Looks()
+    thread = SupervisedThread("a thread", loop, Rests(20.0))
+    eventually("it looks as often as it likes", lambda: loop.turns > 1000)
+    assert loop.waits >= loop.turns, "each sleep is a wait"
+    is_over = threading.Event()
+    computing = threading.Thread(target=lambda: [None for _ in iter(is_over.is_set, True)])
+    computing.start()
+    try:
+        threading.Event().wait(1.0)  # until that is noticed
+        before, begun_at = loop.turns, time.monotonic()
+        threading.Event().wait(2.0)
+        assert (loop.turns - before) / (time.monotonic() - begun_at) < 60.0  # up to 200 without rests
+    finally:
+        is_over.set()
+        computing.join()
+    before = loop.turns
+    eventually("it does not rest any more", lambda: loop.turns > before + 1000)
+    loop.is_stopping = True
+    eventually("it has ended", lambda: not thread.is_alive)
