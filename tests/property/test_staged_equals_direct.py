@@ -245,6 +245,7 @@ class Receiving:
         if error is not None:
             raise error
         task.give_back()
+        self.ring.send_credit()
 
     def _credit(self, message: messages.Credit) -> None:
         assert isinstance(message, Credit)

@@ -16,9 +16,9 @@ QUICK = {ONE_CHUNK: 12_000}
 FULL = {
     SMALL: 94_000,
     Shape(prefills=1, decodes=1, chunks=1, faults=2): 550_000,
-    Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
 }
 LONG = {
+    Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
     Shape(prefills=2, decodes=1, chunks=1, faults=1): 15_500_000,
     Shape(prefills=1, decodes=2, chunks=1, faults=1): 3_000_000,
     Shape(prefills=1, decodes=1, chunks=2, faults=2): 7_400_000,

@@ -11,8 +11,7 @@ from tests.support.clones import ROOT
 from tests.support.manifests import rendered
 from tests.support.pods import image_of_this_environment, running
 
-# Long, since CI has no minute left for it: SGLang's is like it, and is not.
-pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 READY_S = 500.0
 BODY = {"model": "/mnt/model", "prompt": "w5 w6 w7 w8 " * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}

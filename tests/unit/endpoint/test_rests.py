@@ -109,6 +109,16 @@ def test_one_rest_that_ends_in_time_does_not_say_that_the_lock_is_free():
     assert machine.takes / (machine.now_s - 100.0) < 1.1 * 50.0
 
 
+def test_that_threads_rest_is_said_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level("INFO")
+    for _ in range(2):
+        free, kept = Machine(), Machine(KEPT_S)
+        free.run(2.0, free.rests_for(100.0), takes=5)
+        kept.run(2.0, kept.rests_for(100.0), takes=5)
+    assert [record.levelname for record in caplog.records] == ["INFO", "INFO"]
+    assert "100 times a second at most (KVFERRY_INTERPRETER_TAKES_PER_S)" in caplog.text
+
+
 def test_without_a_bound_nobody_rests():
     machine = Machine(KEPT_S)
     machine.run(10.0, machine.rests_for(float("inf")), takes=5)

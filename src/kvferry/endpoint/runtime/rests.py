@@ -12,10 +12,13 @@ Nobody rests for long where it is free, or is given away before anyone has to as
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
 from collections.abc import Callable
+
+log = logging.getLogger(__name__)
 
 _SAVED_UP_S = 0.1
 """Waits of so much time may come at once: those for a request now and then delay it by nothing."""
@@ -59,6 +62,7 @@ class Rests:
         self._paid_until = 0.0
         self._free_until = 0.0
         self._rests_until_free = 0
+        self._has_said = False
 
     def after(self, waits: int) -> None:
         """Rests, if it is time to. For every thread, after each of its turns.
@@ -80,6 +84,13 @@ class Rests:
             return
         # Until as much is saved up again: few long rests cost fewer takes than many short ones.
         rest_s = min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S) if self._rests_until_free else _TRIAL_S
+        if self._rests_until_free and not self._has_said:
+            self._has_said = True
+            log.info(
+                "another thread of this process keeps Python's interpreter lock: transfers take it from there %g times "
+                "a second at most (KVFERRY_INTERPRETER_TAKES_PER_S), which spares that thread and slows them down",
+                1 / self._take_s,
+            )
         self._sleep(rest_s)
         ended_at = self._now()
         if ended_at - now - rest_s >= interval_s:
