@@ -21,7 +21,7 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _SAVED_UP_S = 0.1
-"""Waits of so much time may come at once: those for a request now and then delay it by nothing."""
+"""Takes for so much time may come at once: those for a request now and then delay it by nothing."""
 
 _TRIAL_S = 1e-4
 """A rest that shows whether the lock is kept: long enough for a thread that waits for it to wake up, and take it."""
@@ -30,8 +30,11 @@ _FREE_S = 0.1
 """After a trial that found the lock free no wait counts, and nobody rests."""
 
 _LONGEST_S = 1.0
-_RESTS_UNTIL_FREE = 4
-"""So many rests in a row end in time when the lock is free: one may also where another thread had asked for it."""
+_SUSPICIONS = 2
+_MOST_SUSPICIONS = 3
+"""One rest alone says little: it ends late also where a processor is short, and in time also where another thread of
+the endpoint had asked for the lock. So one that ends late adds a suspicion, and one that ends in time takes one away.
+"""
 
 
 def waits_of_this_thread() -> int:
@@ -61,7 +64,7 @@ class Rests:
         self._counted_until = 0.0
         self._paid_until = 0.0
         self._free_until = 0.0
-        self._rests_until_free = 0
+        self._suspicions = 0  # that another thread keeps the lock
         self._has_said = False
 
     def after(self, waits: int) -> None:
@@ -83,8 +86,9 @@ class Rests:
         if self._paid_until <= now:
             return
         # Until as much is saved up again: few long rests cost fewer takes than many short ones.
-        rest_s = min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S) if self._rests_until_free else _TRIAL_S
-        if self._rests_until_free and not self._has_said:
+        is_kept = self._suspicions >= _SUSPICIONS
+        rest_s = min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S) if is_kept else _TRIAL_S
+        if is_kept and not self._has_said:
             self._has_said = True
             log.info(
                 "another thread of this process keeps Python's interpreter lock: transfers take it from there %g times "
@@ -94,10 +98,10 @@ class Rests:
         self._sleep(rest_s)
         ended_at = self._now()
         if ended_at - now - rest_s >= interval_s:
-            self._rests_until_free = _RESTS_UNTIL_FREE
+            self._suspicions = min(self._suspicions + 1, _MOST_SUSPICIONS)
             self._paid_until += self._take_s  # it ended with a take of its own
             return
-        self._rests_until_free = max(0, self._rests_until_free - 1)
-        if not self._rests_until_free:
+        self._suspicions = max(0, self._suspicions - 1)
+        if not self._suspicions:
             self._free_until = ended_at + _FREE_S
             self._paid_until = 0.0
