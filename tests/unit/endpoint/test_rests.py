@@ -51,11 +51,9 @@ class Machine:
         ends_at = self.now_s + seconds
         while (earliest := min(self._clocks)) < ends_at:
             self._turn_of = self._clocks.index(earliest)
-            waits = 0
-            for _ in range(takes):
-                taken_at = max(self.now_s, self._lock_free_at) + SWITCH_S
-                waits += round((taken_at - self.now_s) / SWITCH_S)
-                self._clocks[self._turn_of] = self._lock_free_at = taken_at
+            waits = takes + max(0, round((self._lock_free_at - self.now_s) / SWITCH_S))
+            self._lock_free_at = max(self.now_s, self._lock_free_at) + takes * SWITCH_S
+            self._clocks[self._turn_of] = self._lock_free_at
             self.takes += takes
             rests.after(waits)
 
@@ -73,8 +71,8 @@ def test_threads_take_a_lock_that_another_keeps_only_so_often(most: float, takes
 def test_nobody_rests_where_the_lock_is_free_or_given_away_by_itself(late_s: float):
     machine = Machine(late_s)
     machine.run(10.0, machine.rests_for(20.0), takes=3)
-    assert machine.rests
-    assert sum(machine.rests) < 0.01 * 10.0
+    assert 0 < len(machine.rests) < 100, "ten trials a second, and no more"
+    assert max(machine.rests) < 1e-3
 
 
 def test_a_request_now_and_then_is_not_delayed():

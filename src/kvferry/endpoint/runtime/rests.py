@@ -6,7 +6,8 @@ has to wake up itself. Transfers at full speed would ask whenever they may, 200 
 an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
 
 How often a thread takes it is the operating system's account of its waits: those for the lock, and those for input and
-for time, after which the lock must be taken as well. Whether another thread keeps the lock shows in when a rest ends.
+for time, after which the lock must be taken as well; where several threads of ours wait at once, each waits more often
+than it takes it, so that they take it less often than they may. Whether another thread keeps the lock shows in when a rest ends.
 Nobody rests for long where it is free, or is given away before anyone has to ask for it.
 """
 
@@ -61,7 +62,6 @@ class Rests:
         self._now = now
         self._sleep = sleep
         # No lock guards them: where two threads change them at once, a few takes are not counted.
-        self._counted_until = 0.0
         self._paid_until = 0.0
         self._free_until = 0.0
         self._suspicions = 0  # that another thread keeps the lock
@@ -76,13 +76,7 @@ class Rests:
         now = self._now()
         if now < self._free_until:
             return
-        interval_s = sys.getswitchinterval()
-        # One thread waits once for each time that it takes the lock, and several at once more often than that; but no
-        # more than one can take it from another in an interval.
-        self._counted_until = max(self._counted_until, now - _SAVED_UP_S)
-        takes = min(waits, (now - self._counted_until) / interval_s)
-        self._counted_until += takes * interval_s
-        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + takes * self._take_s
+        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + waits * self._take_s
         if self._paid_until <= now:
             return
         # Until as much is saved up again: few long rests cost fewer takes than many short ones.
@@ -97,7 +91,7 @@ class Rests:
             )
         self._sleep(rest_s)
         ended_at = self._now()
-        if ended_at - now - rest_s >= interval_s:
+        if ended_at - now - rest_s >= sys.getswitchinterval():
             self._suspicions = min(self._suspicions + 1, _MOST_SUSPICIONS)
             self._paid_until += self._take_s  # it ended with a take of its own
             return

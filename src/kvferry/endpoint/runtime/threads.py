@@ -94,7 +94,8 @@ class SupervisedThread(RunningLoop):
                 waits = waits_of_this_thread()
                 goes_on = self._loop.turn(may_wait=True)
                 pause_s = _SHORTEST_PAUSE_S
-                self._rests.after(waits_of_this_thread() - waits)
+                if goes_on:
+                    self._rests.after(waits_of_this_thread() - waits)
             except BaseException as error:  # SystemExit, too, would end the thread in silence
                 self._failures += 1
                 self._last_failure = f"{type(error).__name__}: {error}"
