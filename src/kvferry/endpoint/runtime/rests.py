@@ -6,8 +6,8 @@ has to wake up itself. Transfers at full speed would ask whenever they may, 200 
 an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
 
 How often a thread takes it is the operating system's account of its waits: those for the lock, and those for input and
-for time, after which the lock must be taken as well; where several threads of ours wait at once, each waits more often
-than it takes it, so that they take it less often than they may. Whether another thread keeps the lock shows in when a rest ends.
+for time, after which the lock must be taken as well. Where several threads wait at once each waits more often than it
+takes the lock, and so they take it less often than they may. Whether another thread keeps it shows in when a rest ends.
 Nobody rests for long where it is free, or is given away before anyone has to ask for it.
 """
 
