@@ -15,8 +15,9 @@ and as the median over rounds, what is lost of each beside transfers against `al
 kvferry's threads took of the processor. With --json, the same as JSON.
 
 A step's time is without what the thread stood in line for a processor, by the operating system's account, so that
-other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "waits"
-is how much of its time the thread that computes neither ran nor stood in line, and so waited for the lock.
+other work on the machine counts less; it counts where kvferry's threads stand in line while they have the lock. "gave"
+is in how many steps the thread gave the lock away, "waits" how much of its time it neither ran nor stood in line, and
+so waited for the lock. Both repeat from run to run; where a machine's own speed changes, the times of steps do not.
 
     python benchmarks/compute_beside_transfers.py [--side prefill] [--path staged] [--device cuda] [--rounds 5]
 """
@@ -31,6 +32,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import statistics
 import threading
 import time
@@ -47,6 +49,7 @@ import numpy as np
 import kvferry as kf
 
 STEP_S = 200e-6
+SETTLE_S = 0.5
 LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 8, 16, 8, 128
 PAGE_BYTES = 2 * LAYERS * PAGE_TOKENS * HEADS * HEAD_DIM * 2
 IN_FLIGHT = 4
@@ -178,16 +181,18 @@ class Measured:
 
     Attributes:
         steps: seconds of each, without the line for a processor.
+        interrupted: in how many of them the thread gave the lock away.
         calls_s: seconds of each look at the requests between two steps.
-        requests: how many were done.
+        requests: how many were done, since the phase began.
         threads: the accounts of all other threads, by name.
-        seconds: how long it took.
+        seconds: how long was measured.
         ran_s: how long the thread that computes ran.
         waited_s: how long it waited for something other than a processor.
         waits: how often.
     """
 
     steps: np.ndarray
+    interrupted: int
     calls_s: np.ndarray
     requests: int
     threads: dict[str, Account]
@@ -268,8 +273,12 @@ def threads() -> tuple[Account, dict[str, Account]]:
 
 
 def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) -> Measured:
-    """Computes for some seconds."""
-    steps, calls = [], []
+    """Computes for some seconds, and before that until it is as it will be."""
+    settled_at = time.perf_counter() + SETTLE_S
+    while time.perf_counter() < settled_at:
+        look()
+        step()
+    steps, calls, interrupted = [], [], 0
     others_before = threads()[1]
     with Path(f"/proc/self/task/{threading.get_native_id()}/schedstat").open("rb") as schedstat:
         read, descriptor = ctypes.PyDLL(None).pread, schedstat.fileno()  # which keeps the lock, as `os.pread` does not
@@ -283,6 +292,7 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
         now = begun_at
         while now - begun_at < seconds:
             look()
+            waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
             called_at = time.perf_counter()
             calls.append(called_at - now)
             queued = queued_s()
@@ -290,11 +300,13 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
             queued = queued_s() - queued
             now = time.perf_counter()
             steps.append(now - called_at - queued)
+            interrupted += resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > waits
     mine, others_after = threads()
     mine -= before
     others = {name: each - others_before.get(name, Account()) for name, each in others_after.items()}
     return Measured(
         np.array(steps),
+        interrupted,
         np.array(calls),
         requests=0,
         threads=others,
@@ -414,8 +426,11 @@ def summary(results: list[dict[str, Measured]], request_pages: int) -> dict[str,
                 for kind, of in kinds.items()
             },
             **{f"{kind}_of_alone": ratios(results, of, name, "alone") for kind, of in kinds.items()},
-            "gb_per_s": statistics.median(each[name].requests * request_gb / each[name].seconds for each in results),
+            "gb_per_s": statistics.median(
+                each[name].requests * request_gb / (SETTLE_S + each[name].seconds) for each in results
+            ),
             "call_us": statistics.median(mean(each[name].calls_s) for each in results) * 1e6,
+            "interrupted": statistics.median(each[name].interrupted / len(each[name].steps) for each in results),
             "waited": statistics.median(each[name].waited_s / each[name].wanted_s for each in results),
             "waits_per_s": statistics.median(each[name].waits / each[name].wanted_s for each in results),
             "step_cpu_us": statistics.median(each[name].ran_s / len(each[name].steps) for each in results) * 1e6,
@@ -440,13 +455,13 @@ def show(title: str, found: dict[str, Any]) -> None:
     print(title)
     print(
         f"{'':10}{'p50 us':>9}{'of alone':>10}{'p99 us':>10}{'of alone':>10}{'mean us':>9}{'of alone':>10}"
-        f"{'GB/s':>8}{'calls us':>10}{'waits %':>9}{'waits/s':>9}{'CPU us':>8}"
+        f"{'GB/s':>8}{'calls us':>10}{'gave %':>9}{'waits %':>9}{'waits/s':>9}{'CPU us':>8}"
     )
     for name, each in found["phases"].items():
         print(
             f"{name:10}{each['p50_us']:9.1f}{each['p50_of_alone']:10.3f}{each['p99_us']:10.1f}{each['p99_of_alone']:10.3f}"
             f"{each['mean_us']:9.1f}{each['mean_of_alone']:10.3f}{each['gb_per_s']:8.2f}{each['call_us']:10.1f}"
-            f"{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}{each['step_cpu_us']:8.0f}"
+            f"{100 * each['interrupted']:9.2f}{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}{each['step_cpu_us']:8.0f}"
         )
     for base, lost in found["lost_beside_against"].items():
         print(f"computing lost beside them against {base}: {100 * lost['mean']:.1f} %", end="")
@@ -461,8 +476,8 @@ def main() -> None:
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both", help="whose endpoint is beside")
     parser.add_argument("--path", choices=("direct", "staged", "both"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where pools are; cuda: the first GPU")
-    parser.add_argument("--request-mib", type=int, default=64, help="of a request; the pools hold those in flight")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--request-mib", type=int, default=512, help="of a request; the pools hold those in flight")
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a phase")
     parser.add_argument("--unbound", action="store_true", help="let the operating system choose processors")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -2,13 +2,13 @@
 
 A thread that computes without a pause gives the lock away only when it is asked to, after 5 ms
 (`sys.getswitchinterval`), and loses 0.2 to 0.4 ms each time: it stops, another thread has to wake up and run, and it
-has to wake up itself. Transfers at full speed would ask whenever they may, 200 times a second. So beside such a thread
-an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
+has to wake up itself. Transfers at full speed would ask whenever they may, 60 to 170 times a second. So beside such a
+thread an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
+They end their rests together, too: those that wait for the lock get it one after the other, and take it once.
 
-How often a thread takes it is the operating system's account of its waits: those for the lock, and those for input and
-for time, after which the lock must be taken as well. Where several threads wait at once each waits more often than it
-takes the lock, and so they take it less often than they may. Whether another thread keeps it shows in when a rest ends.
-Nobody rests for long where it is free, or is given away before anyone has to ask for it.
+How often they take it is the operating system's account of their waits: those for the lock, and those for input and for
+time, after which the lock must be taken as well. Whether another thread keeps the lock shows in when a rest ends. Nobody
+rests for long where it is free, or is given away before anyone has to ask for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
-_SAVED_UP_S = 0.1
+_WAITS_OF_A_TAKE = 2
+"""Those that the operating system counts at least for each time that a thread takes the lock: for the 5 ms until it asks
+for it, and until it gets it. A third is for the input or the time that it waited for before, if it did."""
+
+_SAVED_UP_S = 0.25
 """Takes for so much time may come at once: those for a request now and then delay it by nothing."""
 
 _TRIAL_S = 1e-4
@@ -31,10 +35,11 @@ _FREE_S = 0.1
 """After a trial that found the lock free no wait counts, and nobody rests."""
 
 _LONGEST_S = 1.0
-_SUSPICIONS = 2
-_MOST_SUSPICIONS = 3
-"""One rest alone says little: it ends late also where a processor is short, and in time also where another thread of
-the endpoint had asked for the lock. So one that ends late adds a suspicion, and one that ends in time takes one away.
+_SUSPICIONS = 4
+_MOST_SUSPICIONS = 5
+"""One rest alone says little: it ends late also where a processor is short, and a trial in time also where another
+thread of the endpoint had asked for the lock. So one that ends late adds a suspicion, and one that ends in time takes
+one away.
 """
 
 
@@ -58,12 +63,15 @@ class Rests:
         Args:
             most_takes_per_s: by all threads, of the lock that another one keeps.
         """
-        self._take_s = 1 / most_takes_per_s
+        self._most_takes_per_s = most_takes_per_s
+        self._wait_s = 1 / (most_takes_per_s * _WAITS_OF_A_TAKE)
         self._now = now
         self._sleep = sleep
-        # No lock guards them: where two threads change them at once, a few takes are not counted.
+        # No lock guards them: where two threads change them at once, a few takes are not counted, or a rest is short.
         self._paid_until = 0.0
         self._free_until = 0.0
+        self._rests_until = 0.0
+        self._judged_until = 0.0  # up to which rests have shown whether the lock is kept
         self._suspicions = 0  # that another thread keeps the lock
         self._has_said = False
 
@@ -76,26 +84,40 @@ class Rests:
         now = self._now()
         if now < self._free_until:
             return
-        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + waits * self._take_s
+        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + waits * self._wait_s
         if self._paid_until <= now:
             return
-        # Until as much is saved up again: few long rests cost fewer takes than many short ones.
-        is_kept = self._suspicions >= _SUSPICIONS
-        rest_s = min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S) if is_kept else _TRIAL_S
-        if is_kept and not self._has_said:
+        if self._suspicions < _SUSPICIONS:
+            until = now + _TRIAL_S
+        else:
+            self._say_once()
+            # All come back at the same moment: those that wait for the lock together take it once. And they do so when
+            # as much is saved up again: few long rests cost fewer takes than many short ones.
+            if self._rests_until <= now:
+                self._rests_until = now + min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S)
+            until = self._rests_until
+        self._sleep(max(0.0, until - now))
+        self._judge(until)
+
+    def _judge(self, until: float) -> None:
+        """Takes from when the first thread is back whether another one keeps the lock; for the others it is free."""
+        if until <= self._judged_until:
+            return
+        self._judged_until = until
+        now = self._now()
+        if now - until >= sys.getswitchinterval():
+            self._suspicions = min(self._suspicions + 1, _MOST_SUSPICIONS)
+            return
+        self._suspicions = max(0, self._suspicions - 1)
+        if not self._suspicions:
+            self._free_until = now + _FREE_S
+            self._paid_until = 0.0
+
+    def _say_once(self) -> None:
+        if not self._has_said:
             self._has_said = True
             log.info(
                 "another thread of this process keeps Python's interpreter lock: transfers take it from there %g times "
                 "a second at most (KVFERRY_INTERPRETER_TAKES_PER_S), which spares that thread and slows them down",
-                1 / self._take_s,
+                self._most_takes_per_s,
             )
-        self._sleep(rest_s)
-        ended_at = self._now()
-        if ended_at - now - rest_s >= sys.getswitchinterval():
-            self._suspicions = min(self._suspicions + 1, _MOST_SUSPICIONS)
-            self._paid_until += self._take_s  # it ended with a take of its own
-            return
-        self._suspicions = max(0, self._suspicions - 1)
-        if not self._suspicions:
-            self._free_until = ended_at + _FREE_S
-            self._paid_until = 0.0

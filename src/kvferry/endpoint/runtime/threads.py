@@ -89,13 +89,14 @@ class SupervisedThread(RunningLoop):
     def _run(self) -> None:
         pause_s = _SHORTEST_PAUSE_S
         goes_on = True
+        waits = waits_of_this_thread()
         while goes_on:
             try:
-                waits = waits_of_this_thread()
                 goes_on = self._loop.turn(may_wait=True)
                 pause_s = _SHORTEST_PAUSE_S
                 if goes_on:
-                    self._rests.after(waits_of_this_thread() - waits)
+                    before, waits = waits, waits_of_this_thread()
+                    self._rests.after(waits - before)
             except BaseException as error:  # SystemExit, too, would end the thread in silence
                 self._failures += 1
                 self._last_failure = f"{type(error).__name__}: {error}"
