@@ -461,7 +461,8 @@ def show(title: str, found: dict[str, Any]) -> None:
         print(
             f"{name:10}{each['p50_us']:9.1f}{each['p50_of_alone']:10.3f}{each['p99_us']:10.1f}{each['p99_of_alone']:10.3f}"
             f"{each['mean_us']:9.1f}{each['mean_of_alone']:10.3f}{each['gb_per_s']:8.2f}{each['call_us']:10.1f}"
-            f"{100 * each['interrupted']:9.2f}{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}{each['step_cpu_us']:8.0f}"
+            f"{100 * each['interrupted']:9.2f}{100 * each['waited']:9.1f}{each['waits_per_s']:9.0f}"
+            f"{each['step_cpu_us']:8.0f}"
         )
     for base, lost in found["lost_beside_against"].items():
         print(f"computing lost beside them against {base}: {100 * lost['mean']:.1f} %", end="")

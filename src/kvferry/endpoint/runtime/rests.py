@@ -6,8 +6,9 @@ has to wake up itself. Transfers at full speed would ask whenever they may, 60 t
 thread an endpoint's threads take the lock only so many times a second, all of them together, and rest when they have.
 They end their rests together, too: those that wait for the lock get it one after the other, and take it once.
 
-How often they take it is the operating system's account of their waits: those for the lock, and those for input and for
-time, after which the lock must be taken as well. Whether another thread keeps the lock shows in when a rest ends. Nobody
+How often they take it is the operating system's account of their waits: those for the lock, and those for input and
+for time, after which the lock must be taken as well. Where several wait at once each waits more often than it takes the
+lock, and so they take it less often than they may. Whether another thread keeps it shows in when a rest ends. Nobody
 rests for long where it is free, or is given away before anyone has to ask for it.
 """
 
@@ -22,8 +23,8 @@ from collections.abc import Callable
 log = logging.getLogger(__name__)
 
 _WAITS_OF_A_TAKE = 2
-"""Those that the operating system counts at least for each time that a thread takes the lock: for the 5 ms until it asks
-for it, and until it gets it. A third is for the input or the time that it waited for before, if it did."""
+"""So many the operating system counts at least for each time that a thread takes the lock: for the 5 ms until it asks,
+and until it gets it. A third is for the input or the time that it waited for before, if it did."""
 
 _SAVED_UP_S = 0.25
 """Takes for so much time may come at once: those for a request now and then delay it by nothing."""
