@@ -476,6 +476,7 @@ def sglang_prefill() -> Sides:
                 sender = sglang_request(KVFerrySender, ours, number, KVPoll.Bootstrapping)
                 sender._transfer = endpoint.open(number)
                 sender._seen = None
+                sender._opens_later = False
                 our_pollers.append(sender)
 
         yield "kvferry", grow, lambda: [int(each.poll()) for each in our_pollers]
