@@ -32,7 +32,6 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
-import resource
 import statistics
 import threading
 import time
@@ -47,9 +46,10 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the thread that comput
 import numpy as np
 
 import kvferry as kf
+from kvferry.endpoint.runtime.rests import waits_of_this_thread
 
 STEP_S = 200e-6
-SETTLE_S = 0.5
+SETTLE_S = 0.5  # of every phase, not measured: until threads that are to rest do so
 LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 8, 16, 8, 128
 PAGE_BYTES = 2 * LAYERS * PAGE_TOKENS * HEADS * HEAD_DIM * 2
 IN_FLIGHT = 4
@@ -292,7 +292,7 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
         now = begun_at
         while now - begun_at < seconds:
             look()
-            waits = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+            waits = waits_of_this_thread()
             called_at = time.perf_counter()
             calls.append(called_at - now)
             queued = queued_s()
@@ -300,7 +300,7 @@ def phase(step: Callable[[], None], seconds: float, look: Callable[[], None]) ->
             queued = queued_s() - queued
             now = time.perf_counter()
             steps.append(now - called_at - queued)
-            interrupted += resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw > waits
+            interrupted += waits_of_this_thread() > waits
     mine, others_after = threads()
     mine -= before
     others = {name: each - others_before.get(name, Account()) for name, each in others_after.items()}
@@ -477,7 +477,7 @@ def main() -> None:
     parser.add_argument("--side", choices=(*SIDES, "both"), default="both", help="whose endpoint is beside")
     parser.add_argument("--path", choices=("direct", "staged", "both"), default="both")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where pools are; cuda: the first GPU")
-    parser.add_argument("--request-mib", type=int, default=512, help="of a request; the pools hold those in flight")
+    parser.add_argument("--request-mib", type=int, default=512, help="of a request; three processes hold four")
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=2.0, help="of a phase")
     parser.add_argument("--unbound", action="store_true", help="let the operating system choose processors")

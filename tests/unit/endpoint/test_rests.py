@@ -75,10 +75,12 @@ class Machine:
 
 @pytest.mark.parametrize("most", [20.0, 40.0, 80.0])
 @pytest.mark.parametrize("takes", [1, 3, 10])
-def test_a_thread_takes_a_lock_that_another_keeps_only_so_often(most: float, takes: int):
-    machine = Machine(KEPT_S)
+@pytest.mark.parametrize("threads", [1, 6])
+def test_threads_take_a_lock_that_another_keeps_only_so_often(most: float, takes: int, threads: int):
+    machine = Machine(KEPT_S, threads)
     machine.run(60.0, machine.rests_for(most), takes=takes)
-    assert 0.8 * most < machine.takes / 60.0 < 1.1 * most
+    least = 0.8 if threads == 1 else 0.15  # six that come back together wait six times as often as they take it
+    assert least * most < machine.takes / 60.0 < 1.1 * most
 
 
 def test_threads_that_rest_come_back_together():

@@ -101,7 +101,7 @@ class Rests:
         self._judge(until)
 
     def _judge(self, until: float) -> None:
-        """Takes from when the first thread is back whether another one keeps the lock; for the others it is free."""
+        """Takes from when the first thread is back whether another one keeps the lock; the others find it asked for."""
         if until <= self._judged_until:
             return
         self._judged_until = until
