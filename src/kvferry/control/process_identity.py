@@ -50,15 +50,19 @@ def this_process() -> ProcessIdentity:
     Its start time is 0 where `/proc` does not tell.
     """
     pid = os.getpid()
-    return ProcessIdentity(machine=_machine() or f"unknown, process {pid}", pid=pid, started=_see(pid).started or 0)
+    return ProcessIdentity(machine=this_machine() or f"unknown, process {pid}", pid=pid, started=_see(pid).started or 0)
 
 
-def is_gone(process: ProcessIdentity) -> bool:
-    """Whether a process of this machine has ended, with all its threads. False if it may be on another machine."""
-    return process.machine == _machine() and _see(process.pid).proves_end_of(process)
+def is_gone(process: ProcessIdentity, machine: str) -> bool:
+    """Whether a process of this machine has ended, with all its threads. False if it may be on another machine.
+
+    Args:
+        machine: this one, as `this_machine` says. A process never leaves it.
+    """
+    return bool(machine) and process.machine == machine and _see(process.pid).proves_end_of(process)
 
 
-def _machine() -> str:
+def this_machine() -> str:
     """Returns the machine since its boot, and the namespaces of this process's number and time; empty if unknown.
 
     A namespace's number is used again only once it is gone, with all processes that had numbers in it.

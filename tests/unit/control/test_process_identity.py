@@ -15,13 +15,17 @@ from tests.support.namespaces import unshare
 from tests.support.waiting import eventually
 
 from kvferry.control import process_identity
-from kvferry.control.process_identity import is_gone, this_process
+from kvferry.control.process_identity import this_machine, this_process
 from kvferry.protocol.wire.field_types import ProcessIdentity
 
 ASK = (
     "from kvferry.control.process_identity import this_process; me = this_process(); "
     "print(me.machine, me.pid, me.started, sep='|', flush=True)"
 )
+
+
+def is_gone(process: ProcessIdentity) -> bool:
+    return process_identity.is_gone(process, this_machine())
 
 
 def test_this_process_is_not_gone():
@@ -38,6 +42,22 @@ def test_another_process_of_the_same_number_was_another_one():
 
 def test_nobody_knows_what_became_of_processes_elsewhere():
     assert not is_gone(replace(this_process(), machine="another machine", pid=2**22 + 1))
+
+
+def test_a_machine_that_does_not_know_itself_proves_nothing():
+    """Else a process of any other such machine would be one of this."""
+    assert not process_identity.is_gone(replace(this_process(), machine="", pid=2**22 + 1), "")
+
+
+def test_a_process_elsewhere_is_not_looked_for(monkeypatch: pytest.MonkeyPatch):
+    """A decode rank asks about every peer with each heartbeat, and every look at a file gives the interpreter away."""
+    elsewhere, machine = replace(this_process(), machine="another machine"), this_machine()
+
+    def read(path: Path) -> str:
+        raise AssertionError(f"{path} was read")
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert not process_identity.is_gone(elsewhere, machine)
 
 
 def test_a_child_is_gone_when_it_has_ended_even_before_its_parent_looks():
@@ -196,8 +216,9 @@ def test_a_number_that_no_process_can_have_proves_nothing(pid: int):
 ASK_AS_NOBODY = """
 import os, sys
 from msgspec.structs import replace
-from kvferry.control.process_identity import is_gone, this_process
+from kvferry.control.process_identity import is_gone, this_machine, this_process
 
+machine = this_machine()
 pid = int(sys.argv[1])
 there = replace(this_process(), pid=pid, started=int(sys.argv[2]))
 os.setgroups([])
@@ -207,9 +228,9 @@ try:
     shown = open(f"/proc/{pid}/stat").read().split()[0]
 except OSError as error:
     shown = type(error).__name__
-print(shown, is_gone(there), flush=True)
+print(shown, is_gone(there, machine), flush=True)
 sys.stdin.readline()
-print(is_gone(there), flush=True)
+print(is_gone(there, machine), flush=True)
 """
 
 

@@ -25,7 +25,7 @@ from kvferry.control.construction import create_registry, create_registry_client
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
 from kvferry.control.pod_identity import pod_of
-from kvferry.control.process_identity import is_gone, this_process
+from kvferry.control.process_identity import is_gone, this_machine, this_process
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
@@ -197,6 +197,7 @@ class SystemPlatform(Platform):
         self._rests = Rests(interpreter_takes_per_s)
         self.name = f"{platform.node()}-{uuid.getnode():x}"  # tells two containers on it apart
         self.process = this_process()
+        self._machine = this_machine()  # read once: peers are asked about all the time, and most are elsewhere
         self.staging = MachineResources()
         self._registries = SharedRegistries()
 
@@ -216,7 +217,7 @@ class SystemPlatform(Platform):
         return create_kubernetes_client(settings)
 
     def is_gone(self, process: ProcessIdentity) -> bool:
-        return is_gone(process)
+        return is_gone(process, self._machine)
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)
