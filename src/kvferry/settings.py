@@ -212,7 +212,7 @@ class Settings(BaseSettings):
         description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",
     )
     interpreter_takes_per_s: float = Field(
-        20.0,
+        10.0,
         ge=1,
         le=1e6,
         description="Most times a second that an endpoint's threads take Python's interpreter lock from a thread that "

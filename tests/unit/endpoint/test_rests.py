@@ -31,7 +31,8 @@ class Machine:
         self.rest_ends: list[float] = []
         self._taken_at: set[float] = set()
         self._clocks = [100.0] * threads
-        self._waits = [0] * threads  # since each has last said how many there were
+        self._waits = [0] * threads
+        self._counted = [0] * threads  # of these, up to their last rest
         self._turn_of = 0
 
     @property
@@ -44,8 +45,15 @@ class Machine:
         """How often they have taken the lock from the other thread: those that do so at one moment, once."""
         return len(self._taken_at)
 
+    @property
+    def uncounted(self) -> list[int]:
+        """The waits of each thread that are to be accounted for after its next turn."""
+        return [waits - counted for waits, counted in zip(self._waits, self._counted, strict=True)]
+
     def rests_for(self, most_takes_per_s: float) -> Rests:
-        return Rests(most_takes_per_s, now=lambda: self.now_s, sleep=self.sleep)
+        return Rests(
+            most_takes_per_s, now=lambda: self.now_s, sleep=self.sleep, waits=lambda: self._waits[self._turn_of]
+        )
 
     def sleep(self, seconds: float) -> None:
         self.rests.append(seconds)
@@ -65,12 +73,15 @@ class Machine:
     def run(self, seconds: float, rests: Rests, *, takes: int) -> None:
         """Lets threads have turns, each with so many takes."""
         ends_at = self.now_s + seconds
-        while (earliest := min(self._clocks)) < ends_at:
-            self._turn_of = self._clocks.index(earliest)
-            for _ in range(takes):
-                self._take()
-            waits, self._waits[self._turn_of] = self._waits[self._turn_of], 0
-            rests.after(waits)
+        while min(self._clocks) < ends_at:
+            self.turn(rests, takes=takes)
+
+    def turn(self, rests: Rests, *, takes: int) -> None:
+        """Lets the thread whose clock is the earliest have a turn."""
+        self._turn_of = self._clocks.index(min(self._clocks))
+        for _ in range(takes):
+            self._take()
+        self._counted[self._turn_of], _ = rests.after(self._counted[self._turn_of])
 
 
 @pytest.mark.parametrize("most", [20.0, 40.0, 80.0])
@@ -91,6 +102,17 @@ def test_threads_that_rest_come_back_together():
     machine.run(60.0, rests, takes=1)
     assert len(set(machine.rest_ends)) < len(machine.rest_ends) / 5, "all six at most moments"
     assert machine.takes / 62.0 < 20.0
+
+
+def test_what_it_takes_to_come_back_counts_for_the_first_of_those_that_do_so_together():
+    machine = Machine(KEPT_S, threads=6)
+    rests = machine.rests_for(20.0)
+    machine.run(5.0, rests, takes=1)
+    so_far = len(machine.rest_ends)
+    while len(machine.rest_ends) < so_far + 6:
+        machine.turn(rests, takes=1)
+    assert len(set(machine.rest_ends[so_far:])) == 1
+    assert sorted(machine.uncounted) == [0, 0, 0, 0, 0, _WAITS_OF_A_TAKE]
 
 
 @pytest.mark.parametrize("late_s", [0.0, SWITCH_S / 2])
@@ -141,7 +163,8 @@ def test_threads_that_come_back_together_say_once_that_they_did_so_in_time():
     machine.late_s = 0.0
     so_far = len(machine.rests)
     while len(machine.rests) < so_far + 6:
-        machine.run(SWITCH_S, rests, takes=1)
+        machine.turn(rests, takes=1)
+    assert len(set(machine.rest_ends[so_far:])) == 1
     machine.late_s = KEPT_S
     so_far = len(machine.rests)
     machine.run(5.0, rests, takes=1)
@@ -190,6 +213,33 @@ class Looks(Loop):
         self.turns += 1
         self.waits = waits_of_this_thread()
         return not self.is_stopping
+
+
+class MayWait(Looks):
+    """Notes which turns may wait."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_wait: list[bool] = []
+
+    def turn(self, *, may_wait: bool) -> bool:
+        self.may_wait.append(may_wait)
+        return super().turn(may_wait=may_wait)
+
+
+def test_a_thread_that_has_rested_does_not_wait_in_the_turn_after():
+    """It would give the lock away once more before it looks at what has come."""
+
+    class RestsAfterEverySecondTurn(Rests):
+        def after(self, counted: int) -> tuple[int, bool]:
+            return counted, len(loop.may_wait) % 2 == 0
+
+    loop = MayWait()
+    thread = SupervisedThread("a thread", loop, RestsAfterEverySecondTurn(20.0))
+    eventually("it has had some turns", lambda: loop.turns > 6)
+    loop.is_stopping = True
+    eventually("it has ended", lambda: not thread.is_alive)
+    assert loop.may_wait[:6] == [True, True, False, True, False, True]
 
 
 def test_a_thread_rests_beside_one_that_computes_and_not_without():

@@ -23,7 +23,7 @@ from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Device, Region
 from kvferry.plan.blocks import BlockShape
 from kvferry.staging import Kernels, allocate, kernels_for
-from kvferry.staging.addressing import array_at
+from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.host import HostKernels
 
 MIB = 1 << 20
@@ -251,6 +251,30 @@ def test_other_threads_run_while_bytes_are_copied(way: str):
         )
     finally:
         memory.close()
+
+
+@pytest.mark.parametrize("tensors", [2, 20])
+@pytest.mark.parametrize("shape", [BlockShape((), 32768), BlockShape(((2, 65536),), 12288)], ids=str)
+def test_tensors_whose_pages_are_out_of_step_are_gathered_by_one_call(tensors: int, shape: BlockShape):
+    """Each gives the interpreter's lock away, and an engine's layers lie a page of memory apart from such a step."""
+    memory = np.random.default_rng(2).integers(0, 256, (tensors + 1) * MIB // 2, np.uint8)
+    starts = -(-memory.ctypes.data // 4096) * 4096 + np.arange(tensors, dtype=np.int64) * (MIB // 4 + 4096)
+    kernels = HostKernels([Region(int(start), shape.num_bytes + 65536) for start in starts])
+    copying: list[str] = []
+
+    def note(frame: object, event: str, called: Any) -> None:
+        if event == "c_call" and called.__name__ in ("take", "index_select"):
+            copying.append(called.__name__)
+
+    with allocate(tensors * shape.num_bytes, Device()) as packed:
+        sys.setprofile(note)
+        try:
+            kernels.gather(starts, shape, packed.address)
+        finally:
+            sys.setprofile(None)
+        expected = [over(start, shape.length) for start in spread(starts, shape.loops).tolist()]
+        np.testing.assert_array_equal(over(packed.address, packed.num_bytes), np.concatenate(expected))
+    assert copying == ["take"]
 
 
 def test_a_copy_that_keeps_the_interpreter_is_never_seen_half_done():

@@ -26,7 +26,7 @@ _WAITS_OF_A_TAKE = 2
 """So many the operating system counts at least for each time that a thread takes the lock: for the 5 ms until it asks,
 and until it gets it. A third is for the input or the time that it waited for before, if it did."""
 
-_SAVED_UP_S = 0.25
+_SAVED_UP_S = 0.5
 """Takes for so much time may come at once: those for a request now and then delay it by nothing."""
 
 _TRIAL_S = 1e-4
@@ -58,6 +58,7 @@ class Rests:
         *,
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        waits: Callable[[], int] = waits_of_this_thread,
     ) -> None:
         """Begins as if the lock were free.
 
@@ -68,6 +69,7 @@ class Rests:
         self._wait_s = 1 / (most_takes_per_s * _WAITS_OF_A_TAKE)
         self._now = now
         self._sleep = sleep
+        self._waits = waits
         # No lock guards them: where two threads change them at once, a few takes are not counted, or a rest is short.
         self._paid_until = 0.0
         self._free_until = 0.0
@@ -76,18 +78,22 @@ class Rests:
         self._suspicions = 0  # that another thread keeps the lock
         self._has_said = False
 
-    def after(self, waits: int) -> None:
+    def after(self, counted: int) -> tuple[int, bool]:
         """Rests, if it is time to. For every thread, after each of its turns.
 
         Args:
-            waits: how often the thread has waited in its turn.
+            counted: up to which of the thread's waits are accounted for: `waits_of_this_thread` before its first turn,
+                then what this has returned.
+
+        Returns:
+            That for the next turn, and whether the thread has rested.
         """
-        now = self._now()
+        waits, now = self._waits(), self._now()
         if now < self._free_until:
-            return
-        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + waits * self._wait_s
+            return waits, False
+        self._paid_until = max(self._paid_until, now - _SAVED_UP_S) + (waits - counted) * self._wait_s
         if self._paid_until <= now:
-            return
+            return waits, False
         if self._suspicions < _SUSPICIONS:
             until = now + _TRIAL_S
         else:
@@ -98,12 +104,13 @@ class Rests:
                 self._rests_until = now + min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S)
             until = self._rests_until
         self._sleep(max(0.0, until - now))
+        if until <= self._judged_until:  # others were back before: it was taken by then, and counts as theirs
+            return self._waits(), True
         self._judge(until)
+        return waits, True
 
     def _judge(self, until: float) -> None:
-        """Takes from when the first thread is back whether another one keeps the lock; the others find it asked for."""
-        if until <= self._judged_until:
-            return
+        """Takes from when a thread is back whether another one keeps the lock. Only the first finds it not asked for."""
         self._judged_until = until
         now = self._now()
         if now - until >= sys.getswitchinterval():

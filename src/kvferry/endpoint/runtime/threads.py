@@ -89,14 +89,13 @@ class SupervisedThread(RunningLoop):
     def _run(self) -> None:
         pause_s = _SHORTEST_PAUSE_S
         goes_on = True
-        waits = waits_of_this_thread()
+        counted, has_rested = waits_of_this_thread(), False
         while goes_on:
             try:
-                goes_on = self._loop.turn(may_wait=True)
+                goes_on = self._loop.turn(may_wait=not has_rested)
                 pause_s = _SHORTEST_PAUSE_S
                 if goes_on:
-                    before, waits = waits, waits_of_this_thread()
-                    self._rests.after(waits - before)
+                    counted, has_rested = self._rests.after(counted)
             except BaseException as error:  # SystemExit, too, would end the thread in silence
                 self._failures += 1
                 self._last_failure = f"{type(error).__name__}: {error}"
