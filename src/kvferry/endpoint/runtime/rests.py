@@ -7,9 +7,10 @@ thread an endpoint's threads take the lock only so many times a second, all of t
 They end their rests together, too: those that wait for the lock get it one after the other, and take it once.
 
 How often they take it is the operating system's account of their waits: those for the lock, and those for input and
-for time, after which the lock must be taken as well. Where several wait at once each waits more often than it takes the
-lock, and so they take it less often than they may. Whether another thread keeps it shows in when a rest ends. Nobody
-rests for long where it is free, or is given away before anyone has to ask for it.
+for time, after which the lock must be taken as well. Those that come back together take it once, and count it once.
+Where several wait at once in their turns each waits more often than it takes the lock, and so they take it less often
+than they may. Whether another thread keeps it shows in when a rest ends. Nobody rests for long where it is free, or is
+given away before anyone has to ask for it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Rests:
         return waits, True
 
     def _judge(self, until: float) -> None:
-        """Takes from when a thread is back whether another one keeps the lock. Only the first finds it not asked for."""
+        """Takes from when the first thread is back whether another keeps the lock; later ones find it asked for."""
         self._judged_until = until
         now = self._now()
         if now - until >= sys.getswitchinterval():
