@@ -127,6 +127,7 @@ def test_the_benchmark_of_two_commands_keeps_the_secret(registry: str):
         assert TOKEN not in output + errors
 
 
+@pytest.mark.full
 def test_a_side_of_the_benchmark_with_another_secret_gives_up_at_once(registry: str):
     skip_unless_installed()
     for role in ("prefill", "decode"):
