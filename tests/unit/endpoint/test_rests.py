@@ -90,7 +90,7 @@ class Machine:
 def test_threads_take_a_lock_that_another_keeps_only_so_often(most: float, takes: int, threads: int):
     machine = Machine(KEPT_S, threads)
     machine.run(60.0, machine.rests_for(most), takes=takes)
-    least = 0.8 if threads == 1 else 0.15  # six that come back together wait six times as often as they take it
+    least = 0.8 if threads == 1 else 0.15  # six whose turns begin together wait six times as often as they take it
     assert least * most < machine.takes / 60.0 < 1.1 * most
 
 
