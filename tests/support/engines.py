@@ -130,6 +130,7 @@ class Engines:
         name: str | None = None,
         ranks: Sequence[int] | None = None,
         fingerprint: Mapping[str, str] | None = None,
+        instance: str | None = None,
         **settings: Any,
     ) -> PrefillEngine:
         """Starts a prefill engine, or only some of its ranks, and waits until it is registered."""
@@ -142,6 +143,7 @@ class Engines:
                 engine=engine.name,
                 transport=engine.transports[-1],
                 fingerprint=fingerprint,
+                instance=instance,
                 **settings,
             )
             engine.endpoints.append(started)

@@ -96,6 +96,7 @@ class LocalNetwork:
         engine: str = "prefill",
         transport: Transport | None = None,
         fingerprint: Mapping[str, str] | None = None,
+        instance: str | None = None,
         **settings: Any,
     ) -> PrefillEndpoint:
         """Starts a prefill rank, and waits until decode ranks can find it.
@@ -105,6 +106,7 @@ class LocalNetwork:
             engine: the engine's name.
             transport: made by `transport` if None.
             fingerprint: what its caches are beyond their layout.
+            instance: the name of this start of the engine.
             settings: of this endpoint, over those of the network.
 
         Raises:
@@ -118,6 +120,7 @@ class LocalNetwork:
             settings=self.settings(**settings),
             transport=transport or self.transport(),
             fingerprint=fingerprint,
+            instance=instance,
             platform=self._platform,
         )
         self._keep(endpoint, pool)

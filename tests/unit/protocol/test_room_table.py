@@ -275,3 +275,38 @@ def test_so_does_one_of_an_open_request_that_never_came_and_comes_twice():
     rooms.abort("d1", abort(generation=5), now=0.0, is_unopened=True)
     with pytest.raises(TransferFailedError):
         rooms.open_request("d1", open_request(generation=6), now=0.0)
+
+
+def sent_once(rooms: RoomTable[Room]) -> None:
+    """Room 1 was sent to d0."""
+    room = Room(1, generations={"d0": 7})
+    rooms.add(room)
+    rooms.remove(room, now=0.0)
+
+
+def test_of_a_room_that_was_sent_others_are_told_at_once():
+    rooms = table()
+    sent_once(rooms)
+    with pytest.raises(TransferFailedError, match=r"room 1 was sent to d0 2\.0 s ago"):
+        rooms.open_request("d1", open_request(generation=8), now=2.0)
+    assert rooms.is_quiet, "nothing waits for the caller"
+
+
+def test_whoever_has_received_it_may_open_the_next_use_of_its_number():
+    rooms = table()
+    sent_once(rooms)
+    assert rooms.open_request("d0", open_request(generation=8), now=2.0) is None
+    assert rooms.num_pending == 1
+
+
+def test_others_may_once_the_caller_has_used_the_number_again_or_after_a_while():
+    rooms = table()
+    sent_once(rooms)
+    failed = Room(1, generations={"d1": 8}, error=TransferAbortedError("no"))
+    rooms.add(failed)
+    rooms.remove(failed, now=1.0)
+    assert rooms.open_request("d2", open_request(generation=9), now=2.0) is None
+    rooms = table()
+    sent_once(rooms)
+    rooms.expired(KEEP_S)
+    assert rooms.open_request("d1", open_request(generation=8), now=KEEP_S) is None

@@ -90,6 +90,7 @@ class DecodeEndpoint(Endpoint):
         tokens: int | None = None,
         share_tokens: int | None = None,
         depends_on: Mapping[str, bytes] | None = None,
+        instance: str | None = None,
     ) -> Receiver:
         """Asks a prefill engine for a request's cache. Returns at once and does no I/O.
 
@@ -110,6 +111,8 @@ class DecodeEndpoint(Endpoint):
                 parallelism, and with windows unless their `GroupPages` say where they start.
             share_tokens: how many of these the engine keeps on this rank, as for `PrefillEndpoint.open`.
             depends_on: digests of what the request's cache depends on, as for `PrefillEndpoint.open`.
+            instance: the start of the prefill engine that has the request (`PrefillEndpoint.instance`), where its
+                answer has told. The room fails as soon as another start is found under the engine's name.
 
         Raises:
             RoomExistsError: if a transfer with this number is still open here.
@@ -125,7 +128,7 @@ class DecodeEndpoint(Endpoint):
         self._check_process()
         with self._refusals_observed():
             number, key = checked_room(room), LinkKey(engine, prefill_dp_rank)
-            return self._driver.rooms.add(number, key, pages, prefix_tokens, tokens, share_tokens, depends_on)
+            return self._driver.rooms.add(number, key, pages, prefix_tokens, tokens, share_tokens, depends_on, instance)
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.

@@ -16,7 +16,7 @@ from functools import partial
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.look_ups import look_up, why_not_ready
+from kvferry.endpoint.decode.look_ups import look_up, why_gone, why_not_ready
 from kvferry.endpoint.decode.quarantine import Quarantine
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
@@ -206,6 +206,9 @@ class Links:
         if view is not None and view.registrations:
             link.registrations = view.group(link.key.dp_rank)
             self.refusals.link_looked_up(link)
+            for room in list(self.rooms_of.get(link, ())):
+                if (gone := why_gone(link, room.instance)) is not None:
+                    self._apply(room, ConnectFailed(gone), now)
         if isinstance(problem, RegistryAccessError):  # asking again would not help
             self.fail(link, problem, now)
         elif problem is not None:

@@ -45,6 +45,21 @@ def why_not_ready(link: Link, settings: Settings) -> KVFerryError:
     )
 
 
+def why_gone(link: Link, instance: str) -> KVFerryError | None:
+    """Returns the error of a room whose prefill engine was started anew since; None if it was not, or nobody knows.
+
+    Args:
+        instance: the start of the engine that has the request.
+    """
+    other = link.in_place_of(instance)
+    if other is None:
+        return None
+    return PeerDisconnectedError(
+        f"the start of prefill engine {link.key.engine!r} that has the request ({instance}) has gone: registered is "
+        f"{other.instance}, with rank {other.engine_rank} at {other.control_address}; send the request there again"
+    )
+
+
 def _missing(view: EngineView, dp_rank: int) -> str | None:
     """Says how much of a data-parallel group is live; None if all of it is, or if the engine has no such group.
 

@@ -20,6 +20,7 @@ class ReceivingRoom:
 
     Attributes:
         places: where in its pages what arrives belongs.
+        instance: the start of the prefill engine that has the request; empty where the caller does not know.
         link: through which it is opened; None until the driver thread has taken the room.
         trace: the context that travels with its open request.
         open_numbers: of its open requests in the ranks' channels, by engine rank.
@@ -32,6 +33,7 @@ class ReceivingRoom:
     depends_on: dict[str, bytes]
     receiver: Receiver
     places: UnitPlaces
+    instance: str = ""
     link: Link | None = None
     trace: str = ""
     open_numbers: dict[int, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
-from kvferry.endpoint.decode.look_ups import why_not_ready
+from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
@@ -91,6 +91,7 @@ class ReceivingRooms:
         tokens: int | None,
         share_tokens: int | None,
         depends_on: Mapping[str, bytes] | None,
+        instance: str | None,
     ) -> Receiver:
         """Opens a room; arguments and errors are those of `DecodeEndpoint.open`."""
         where, identity, now = f"room {number}", self._context.identity, self._context.platform.now()
@@ -109,6 +110,7 @@ class ReceivingRooms:
             depends_on=checked_conditions(depends_on, where=where),
             receiver=Receiver(number, abort, now),
             places=UnitPlaces(identity.layout, groups, tokens),
+            instance=instance or "",
         )
         with self._lock:
             check_may_open(
@@ -185,7 +187,9 @@ class ReceivingRooms:
         self.refusals.forget(room.room)
         link = room.link = self.links.to(key, room.machine.deadline or now)
         self.links.rooms_of.setdefault(link, {})[room] = None
-        if room.waits_for_link:
+        if (gone := why_gone(link, room.instance)) is not None:
+            self.apply(room, ConnectFailed(gone), now)
+        elif room.waits_for_link:
             self._timers.set(room, room.machine.deadline)
         else:
             self.apply(room, link.connected(room.room), now)

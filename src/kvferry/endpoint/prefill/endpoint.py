@@ -16,6 +16,7 @@ from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
+from kvferry.protocol.wire.registrations import check_instance
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
@@ -31,6 +32,7 @@ class PrefillEndpoint(Endpoint):
     Attributes:
         control_address: where decode ranks reach it.
         registry_url: where the registry is that it announces itself to: its own, if it runs one.
+        instance: the name of this start of the engine; None if it was given none.
     """
 
     _side = Side.PREFILL
@@ -47,6 +49,7 @@ class PrefillEndpoint(Endpoint):
         host_registry: bool | None = None,
         fingerprint: Mapping[str, str] | None = None,
         announces: bool = True,
+        instance: str | None = None,
         platform: Platform | None = None,
     ) -> None:
         """Registers the memory, starts the threads and announces the rank; the registry may come up later.
@@ -66,15 +69,21 @@ class PrefillEndpoint(Endpoint):
             announces: whether decode ranks may find this rank, and attach to it, from now on; otherwise from
                 `announce` on. Attaching copies on the pool's device and looks at events there, on other threads: an
                 engine that captures CUDA graphs waits until it has.
+            instance: names this start of the engine, the same on all its ranks: visible ASCII, at most 128 characters.
+                A decode side that is told it with a request (`DecodeEndpoint.open`) need not wait where the engine was
+                started anew since. None names none.
             platform: the machine; this one if None.
 
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
                 impossible.
-            SettingsError: if a setting is impossible, no engine can have that name, or a port is taken.
+            SettingsError: if a setting is impossible, no engine or instance can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
+        if instance is not None:
+            check_instance(instance)
         super().__init__(layout, engine, coordinates, settings, transport, fingerprint, platform)
+        self.instance = instance
         if host_registry is None:
             host_registry = self.engine_rank == 0 and self.settings.registry_url is None
         with ExitStack() as undo:
@@ -102,7 +111,9 @@ class PrefillEndpoint(Endpoint):
 
     def announce(self) -> None:
         """Lets decode ranks find this rank, unless they can already. Returns at once."""
-        self._registration.announce(self._identity, self.control_address, self._drain_by_order)
+        self._registration.announce(
+            self._identity, self.control_address, self._drain_by_order, instance=self.instance or ""
+        )
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""
@@ -166,7 +177,8 @@ class PrefillEndpoint(Endpoint):
         Args:
             room: the request's number on both sides, below 2**63. It may be used again once the transfer has ended on
                 every rank of both sides, and not before: it is the only thing that says which request is meant. If the
-                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more.
+                transfer failed before every decode rank had opened it, the number rests for bootstrap_timeout_s more;
+                after one that succeeded, other decode ranks that open it are refused until it is open here again.
             tokens: how many tokens the request has, compared with the decode side's number. Needed where context
                 parallelism divides a request by its length: there another length would mean other tokens.
             share_tokens: how many of these the engine keeps on this rank, by its own count; compared with the layout's.

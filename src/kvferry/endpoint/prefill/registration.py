@@ -45,13 +45,16 @@ class Registration:
                 self._server.close()
             raise
 
-    def announce(self, identity: Identity, control_address: str, on_drain: Callable[[], None]) -> None:
+    def announce(
+        self, identity: Identity, control_address: str, on_drain: Callable[[], None], *, instance: str = ""
+    ) -> None:
         """Registers the rank, as soon as the registry can be reached, and keeps it registered. For the first call.
 
         Args:
             identity: who it is.
             control_address: where decode ranks reach it.
             on_drain: called when an operator has told it to drain.
+            instance: this start of the engine; empty if it has no name.
         """
         if self._lease is not None:
             return
@@ -63,6 +66,7 @@ class Registration:
             layout_digest=identity.layout.digest,
             protocol_version=identity.versions.oldest,
             newest_protocol_version=identity.versions.newest,
+            instance=instance,
         )
 
         def report(error: Exception) -> None:

@@ -6,6 +6,7 @@ knows (`protocol.rooms.room_table`).
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping
 from math import inf
@@ -37,6 +38,8 @@ from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessag
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
+log = logging.getLogger(__name__)
+
 
 class SendingRooms:
     """All rooms of a prefill rank.
@@ -62,6 +65,7 @@ class SendingRooms:
         self._ranks = ranks
         self._unasked = unasked
         self._now = context.now
+        self._began_at = context.now()
         # Guards the table: a message for a room goes either to it, or is kept until the room is opened.
         self._lock = threading.Lock()
         self._is_closed = False
@@ -222,6 +226,7 @@ class SendingRooms:
                 if room is not None:
                     room.post(OpenReceived(attachment, message))
         except KVFerryError as error:
+            log.warning("refused room %d of %s: %s", message.room, receiver, error)
             self._refuse_request(receiver, message, error)
 
     def take_abort(self, receiver: str, message: messages.AbortRoom, *, is_unopened: bool = False) -> None:
@@ -338,7 +343,8 @@ class SendingRooms:
         for receiver, message in expired:
             reason = (
                 f"prefill rank {self._context.engine_rank} was not asked to send room {message.room} within "
-                f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S)"
+                f"{self._settings.bootstrap_timeout_s:g} s (KVFERRY_BOOTSTRAP_TIMEOUT_S): {self._identity.endpoint}, "
+                f"which has run for {now - self._began_at:.0f} s"
             )
             self._fail(receiver, message, UnknownRoomError(reason))
 

@@ -96,6 +96,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
         self._engine: str = transfer.engine_id
+        self._instance: str = vllm_config.instance_id  # the same for all processes of one start
         # Defaults follow from the processors that the endpoints' threads may use, not from the main thread's.
         self._settings = letting_all_come(on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config)))
         is_scheduler = role is KVConnectorRole.SCHEDULER
@@ -113,6 +114,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._scheduler = SchedulerSide(
                 self._groups,
                 engine=self._engine,
+                instance=self._instance,
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
                 held_back_tokens=held_back_tokens(vllm_config),
@@ -154,6 +156,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             place.in_engine,
             self._settings,
             engine=self._engine,
+            instance=self._instance,
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
             fingerprint=fingerprint,

@@ -18,6 +18,9 @@ from kvferry import check_engine_name
 from kvferry.errors import KVFerryError, UsageError
 
 ROOM = "kvferry_room"
+INSTANCE = "kvferry_instance"
+"""The start of the prefill engine that has the request: a decode server need not wait for one that has gone."""
+
 LARGEST_ROOM = (1 << 53) - 1
 """Parameters travel as JSON through gateways in languages that know no larger integers."""
 
@@ -46,10 +49,12 @@ class ReceiveParameters:
     Attributes:
         room: its number.
         engine: the prefill engine.
+        instance: the start of it that has the request; None where nobody says.
     """
 
     room: int
     engine: str
+    instance: str | None = None
 
 
 def send_parameters(parameters: Mapping[str, Any] | None) -> SendParameters | None:
@@ -89,17 +94,24 @@ def receive_parameters(parameters: Mapping[str, Any] | None) -> ReceiveParameter
             f"kv_transfer_params: neither {ROOM} nor {TRANSFER} is there: hand on what the prefill server has "
             "answered, or name the transfer to both sides"
         )
-    return ReceiveParameters(room, engine)
+    instance = parameters.get(INSTANCE)
+    if instance is not None and not isinstance(instance, str):
+        raise UsageError(
+            f"kv_transfer_params: {INSTANCE} is {instance!r}: hand on what the prefill server has answered"
+        )
+    return ReceiveParameters(room, engine, instance)
 
 
-def answer(params: SendParameters, *, engine: str, request: str, tokens: int) -> dict[str, Any]:
+def answer(params: SendParameters, *, engine: str, request: str, tokens: int, instance: str = "") -> dict[str, Any]:
     """Makes what a prefill server answers: parameters for the decode server.
 
     Args:
         engine: this engine.
         request: vLLM's name for the request here.
         tokens: how many tokens can be fetched.
+        instance: this start of the engine; empty if it has no name.
     """
+    started = {INSTANCE: instance} if instance else {}
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -107,6 +119,7 @@ def answer(params: SendParameters, *, engine: str, request: str, tokens: int) ->
         "remote_request_id": request,
         "remote_num_tokens": tokens,
         ROOM: params.room,
+        **started,
     }
 
 

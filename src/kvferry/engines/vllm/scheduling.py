@@ -105,6 +105,7 @@ class SchedulerSide:
         groups: Sequence[CacheGroup],
         *,
         engine: str,
+        instance: str = "",
         may_send: bool,
         may_receive: bool,
         held_back_tokens: int = 1,
@@ -116,6 +117,7 @@ class SchedulerSide:
         Args:
             groups: in the order of the block tables. Those that are not transferred are not among them.
             engine: this engine's name.
+            instance: the name of this start of it, as its workers have it; empty if it has none.
             may_send: whether it sends caches.
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
@@ -129,7 +131,7 @@ class SchedulerSide:
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
         self._has_state = any(group.has_state for group in groups)
-        self._engine = engine
+        self._engine, self._instance = engine, instance
         self._may_send, self._may_receive = may_send, may_receive
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
@@ -289,6 +291,7 @@ class SchedulerSide:
             there,
             groups,
             problem,
+            instance=params.instance,
         )
 
     # ---- choices of one request ----------------------------------------------------------------------------------
@@ -426,7 +429,7 @@ class SchedulerSide:
         answered = self._answered_choices.pop(name, None)
         if answered is not None:
             tokens = self._sent_tokens(request)
-            return False, None if is_aborted else answer(answered, engine=self._engine, request=name, tokens=tokens)
+            return False, None if is_aborted else self._answer(answered, name, tokens)
         sending = self._sending.get(name)
         if sending is not None:
             self._unfinished.pop(name, None)
@@ -436,7 +439,10 @@ class SchedulerSide:
         if is_aborted or not sending.is_complete:
             self._step.give_up[name] = "the request was aborted on the prefill side"
             return True, None
-        return True, answer(sending.params, engine=self._engine, request=name, tokens=sending.tokens)
+        return True, self._answer(sending.params, name, sending.tokens)
+
+    def _answer(self, params: SendParameters, request: str, tokens: int) -> dict[str, Any]:
+        return answer(params, engine=self._engine, instance=self._instance, request=request, tokens=tokens)
 
     def _decline(self, request: Request) -> None:
         """Asks for no pages of a request that ended before it was scheduled, so that the prefill engine releases it."""

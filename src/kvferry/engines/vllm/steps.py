@@ -72,6 +72,7 @@ class BlocksToReceive:
         copied_from: by group, the blocks of another choice of the same request that has them already, in the order of
             those that they are copied to. Nothing is asked of the prefill engine then, and nothing said to it.
         depends_on: digests of what the request's cache depends on.
+        instance: the start of the prefill engine that has the request; None where nobody says.
     """
 
     request: str
@@ -83,6 +84,7 @@ class BlocksToReceive:
     problem: str = ""
     copied_from: dict[str, GroupBlocks] = field(default_factory=dict)
     depends_on: dict[str, bytes] = field(default_factory=dict)
+    instance: str | None = None
 
     @property
     def is_wanted(self) -> bool:

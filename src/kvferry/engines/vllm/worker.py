@@ -67,6 +67,7 @@ class WorkerSide:
         settings: Settings,
         *,
         engine: str,
+        instance: str | None = None,
         sends: bool,
         receives: bool,
         fingerprint: Mapping[str, str],
@@ -81,6 +82,7 @@ class WorkerSide:
             coordinates: this worker's place.
             settings: of kvferry.
             engine: this engine's name.
+            instance: the name of this start of it, as its scheduler has it.
             sends: whether it sends caches.
             receives: whether it receives caches.
             fingerprint: what its caches are beyond their layout.
@@ -134,6 +136,7 @@ class WorkerSide:
                     settings=settings,
                     fingerprint=fingerprint,
                     announces=not captures_graphs,
+                    instance=instance,
                 )
                 self._outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
             if receives:
@@ -317,6 +320,7 @@ class WorkerSide:
                 # That both sides count as many tokens is compared by what the request depends on.
                 tokens=None if self._has_chunks else receiving.tokens,
                 depends_on=receiving.depends_on,
+                instance=receiving.instance,
             )
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)

@@ -175,6 +175,14 @@ class Link:
             self._at.setdefault(rank.address, rank)
         return self.ask(now)
 
+    def in_place_of(self, instance: str) -> RankRegistration | None:
+        """Returns a rank of another start of the engine, where none of the one with that name is registered.
+
+        None where the instance is registered, or nobody can say: before the look-up, or where either names none.
+        """
+        others = [each for each in self.registrations if each.instance and each.instance != instance]
+        return others[0] if instance and others and len(others) == len(self.registrations) else None
+
     def is_restarted(self, address: str, message: messages.Welcome) -> bool:
         """Whether the rank at an address has restarted meanwhile, and will not answer its predecessor's messages."""
         return self.state is LinkState.ATTACHING and self._at[address].endpoint != message.endpoint

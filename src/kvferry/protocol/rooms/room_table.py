@@ -60,6 +60,14 @@ class _FailedAlone:
 
 
 @dataclass(frozen=True, slots=True)
+class _Sent:
+    """A use of a number that ended well: when, and to whom it was sent."""
+
+    ended_at: float
+    receivers: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class _Over:
     """A finished use of a number, and why it failed if it did."""
 
@@ -98,6 +106,7 @@ class RoomTable(Generic[RoomT]):
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
         self._over: dict[tuple[str, int], _Over] = {}  # the latest stand last
         self._most_receivers = 1  # that any room had
+        self._sent: ForAWhile[int, _Sent] = ForAWhile(keep_s)
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
         self._refusal: Callable[[int], KVFerryError] | None = None
@@ -133,6 +142,7 @@ class RoomTable(Generic[RoomT]):
         """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room)
+        self._sent.pop(room.room)
         pending = self._pending.take(room.room)
         self._given[room.room] = set(pending)
         before: list[tuple[str, RoomMessage]] = []
@@ -199,6 +209,12 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self.ended(receiver, message.room, message.generation, failed.error)
             raise failed.error
+        sent = self._sent.get(message.room)
+        if sent is not None and receiver not in sent.receivers:
+            raise TransferFailedError(
+                f"room {message.room} was sent to {', '.join(sorted(sent.receivers))} {now - sent.ended_at:.1f} s ago, "
+                "and a request's cache is sent once: send the request to the prefill side again"
+            )
         if self._refusal is not None and not self._pending.of(message.room):
             raise self._refusal(message.room)
         self._refusals.pop(receiver, message.room)  # it opens the room after all
@@ -283,6 +299,8 @@ class RoomTable(Generic[RoomT]):
         elif room.failed_alone and room.error is not None:
             # What the room was given it answers, even if it has ended before it looks at that.
             self._fail_alone(room.room, room.error, room.generations.keys() | given, now)
+        elif room.error is None:
+            self._sent.put(room.room, _Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)
@@ -310,6 +328,7 @@ class RoomTable(Generic[RoomT]):
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         self._failed_alone.forget_old(now)
         self._dropped.forget_old(now)
+        self._sent.forget_old(now)
         self._refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 

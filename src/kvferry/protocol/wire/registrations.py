@@ -17,6 +17,7 @@ _LONGEST_ENGINE_NAME = 128
 LONGEST_INCARNATION = 256
 _LONGEST_ADDRESS = 256
 _LONGEST_DIGEST = 128
+_LONGEST_INSTANCE = 128
 _LARGEST_PROTOCOL_VERSION = 2**31 - 1
 _LARGEST_PARALLEL_SIZE = 2**20
 
@@ -64,6 +65,7 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         draining: whether the rank is about to leave, so that new requests are for other engines.
         drained: whether, besides, nothing is open on it any more.
         open_rooms: how many rooms are, while it drains.
+        instance: names this start of the whole engine, the same on all its ranks; empty where the engine names none.
 
     Raises:
         SettingsError: if a text is empty, too long or has unprintable characters, or a number is out of
@@ -80,12 +82,15 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
     draining: bool = False
     drained: bool = False
     open_rooms: Annotated[int, msgspec.Meta(ge=0)] = 0
+    instance: str = ""
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
         check_text("incarnation", self.incarnation, LONGEST_INCARNATION)
         check_text("control_address", self.control_address, _LONGEST_ADDRESS)
         check_text("layout_digest", self.layout_digest, _LONGEST_DIGEST)
+        if self.instance:
+            check_instance(self.instance)
         # Numbers of thousands of digits arrive from JSON unharmed, and then cannot be printed.
         coordinates = self.coordinates
         sizes = (coordinates.tp_size, coordinates.cp_size, coordinates.pp_size, coordinates.dp_size)
@@ -144,6 +149,15 @@ class EngineView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def group(self, dp_rank: int) -> tuple[RankRegistration, ...]:
         """Returns the live ranks of one data-parallel group, by engine rank."""
         return tuple(each for each in self.registrations if each.coordinates.dp_rank == dp_rank)
+
+
+def check_instance(instance: str) -> None:
+    """Checks the name of one start of an engine.
+
+    Raises:
+        SettingsError: if it is empty, longer than 128 characters, or has other characters than visible ASCII.
+    """
+    check_text("instance", instance, _LONGEST_INSTANCE)
 
 
 def check_text(name: str, text: str, longest: int) -> None:
