@@ -15,10 +15,18 @@ _HEAD_BYTES = 1024
 
 
 class _Connection:
-    """One client, and our connection to the target on its behalf."""
+    """One client, and our connection to the target on its behalf.
+
+    Attributes:
+        head: what the client said first.
+        is_forgotten: whether the proxy has forgotten it: neither end hears that the other has closed it.
+        lost: the ways on which nothing gets through: whether from the client.
+    """
 
     def __init__(self, client: asyncio.StreamWriter, target: asyncio.StreamWriter) -> None:
         self.head = b""
+        self.is_forgotten = False
+        self.lost: frozenset[bool] = frozenset()
         self._writers = (client, target)
 
     def end(self) -> None:
@@ -43,6 +51,7 @@ class ControlProxy:
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
         self._flows.set()
+        self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control-proxy", daemon=True)
         self._thread.start()
         self._server = self._do(asyncio.start_server(self._accept, "127.0.0.1", 0))
@@ -67,6 +76,19 @@ class ControlProxy:
     def hold(self, name: str | None = None) -> None:
         """Forwards nothing until healed; nothing is lost, as when a network drops packets. Else as `cut`."""
         self._do(self._hold(None if name is None else name.encode()))
+
+    def forget(self, *, up: bool = True, down: bool = True) -> None:
+        """Drops what comes through the connections of now, for good and without a word; new ones pass.
+
+        As a NAT, a load balancer or connection tracking does that has forgotten a flow: no end hears of it, not even
+        that the other one closes its connection.
+
+        Args:
+            up: whether what clients say is dropped.
+            down: whether what they are told is.
+        """
+        lost = frozenset(way for way, is_lost in ((True, up), (False, down)) if is_lost)
+        self._do(self._forget(lost))
 
     def heal(self) -> None:
         """Lets everything through again."""
@@ -97,6 +119,10 @@ class ControlProxy:
         self._struck = name
         self._flows.clear()
 
+    async def _forget(self, lost: frozenset[bool]) -> None:
+        for connection in self._connections:
+            connection.is_forgotten, connection.lost = True, connection.lost | lost
+
     async def _heal(self) -> None:
         self._is_cut = False
         self._flows.set()
@@ -104,6 +130,7 @@ class ControlProxy:
     async def _close(self) -> None:
         self._server.close()
         self._flows.set()
+        self._closing.set()
         for connection in list(self._connections):
             connection.end()
         others = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -144,6 +171,10 @@ class ControlProxy:
                     await self._flows.wait()
                 if self._refuses(connection.head):
                     break
+                if is_client in connection.lost:
+                    continue
                 writer.write(piece)
                 await writer.drain()
+        if connection.is_forgotten:
+            await self._closing.wait()
         connection.end()

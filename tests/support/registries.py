@@ -36,15 +36,17 @@ class RegistryProcess:
         url: where it answers; the same after every start.
     """
 
-    def __init__(self, *, lease_s: float) -> None:
+    def __init__(self, *, lease_s: float, secret: str | None = None) -> None:
         self._lease_s = lease_s
+        self._variables = {} if secret is None else {"KVFERRY_SECRET": secret}
         self._port = 0
         self._start()
 
     def _start(self) -> None:
         command = [sys.executable, "-m", "kvferry", "registry", "--port", str(self._port)]
         command += ["--lease-s", str(self._lease_s)]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        variables = os.environ | self._variables
+        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables)
         assert self._process.stdout is not None
         said = re.search(r"http://127\.0\.0\.1:(\d+)", self._process.stdout.readline())
         assert said is not None, "the registry did not start"

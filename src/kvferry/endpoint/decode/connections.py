@@ -1,4 +1,10 @@
-"""A decode endpoint's connections to prefill ranks, by address: links to the same rank share one."""
+"""A decode endpoint's connections to prefill ranks, by address: links to the same rank share one.
+
+A connection can be lost without a word: whatever stands between two hosts (NAT, a load balancer, connection tracking)
+forgets it, or drops one way, and TCP reports a break after a quarter of an hour or never. But a rank owes answers, with
+every heartbeat at the latest. So a connection through which none has come for a while is closed and made anew, which
+is like any other break; a rank that is frozen or dead gets a few connections more, of which one is open at a time.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +20,9 @@ from kvferry.protocol.wire.versions import SPOKEN
 
 log = logging.getLogger(__name__)
 
+_ANSWERED = messages.Hello | messages.Ping | messages.AbortRoom | messages.RefuseRoom
+"""What a rank owes an answer to. What else is sent is followed by one of these."""
+
 
 @dataclass(slots=True)
 class Line:
@@ -23,12 +32,16 @@ class Line:
         links: those that go there; none if only refusals do.
         attempt: the last to attach that was begun there.
         version: of the protocol, in which a message was last sent there.
+        owes_answer: whether something was asked through the connection, and nothing has come since.
+        silent_since: the first heartbeat with which that was so; None before.
     """
 
     connection: Connection
     links: list[Link] = field(default_factory=list)
     attempt: int = 0
     version: int = SPOKEN.oldest
+    owes_answer: bool = False
+    silent_since: float | None = None
 
 
 class Connections:
@@ -89,6 +102,7 @@ class Connections:
         try:
             line = self._line(address)
             line.version = version
+            line.owes_answer |= isinstance(message, _ANSWERED)
             line.connection.send(data)
         except PeerDisconnectedError as error:
             log.debug("%s to %s was lost: %s", type(message).__name__, address, error)
@@ -97,6 +111,43 @@ class Connections:
         if address not in self.lines:
             self.lines[address] = Line(self._end.connect(address))
         return self.lines[address]
+
+    # ---- connections that are lost without a word ----------------------------------------------------------------
+
+    def record_answer(self, address: str) -> None:
+        """Records that something has come from an address, by which its connection lives."""
+        line = self.lines[address]
+        line.owes_answer, line.silent_since = False, None
+
+    def forgive(self, seconds: float, now: float) -> None:
+        """Takes so many seconds off the silence of all connections; see `Link.forgive`."""
+        for line in self.lines.values():
+            if line.silent_since is not None:
+                line.silent_since = min(now, line.silent_since + seconds)
+
+    def renew_silent(self, now: float, limit_s: float) -> list[str]:
+        """Makes the connections anew that have been silent for longer than the limit. To be called with heartbeats.
+
+        Returns:
+            Their addresses. What was on its way there or from there is lost, as when a connection breaks.
+        """
+        renewed = []
+        for address, line in self.lines.items():
+            if line.owes_answer and line.silent_since is None:
+                line.silent_since = now
+            elif line.silent_since is not None and now - line.silent_since > limit_s:
+                try:
+                    connection = self._end.connect(address)
+                except PeerDisconnectedError as error:
+                    log.warning("the connection to %s is silent and cannot be made anew yet: %s", address, error)
+                    continue
+                log.info("made the connection to %s anew: it was silent for %.1f s", address, now - line.silent_since)
+                self._end.disconnect(line.connection)
+                line.connection, line.owes_answer, line.silent_since = connection, False, None
+                renewed.append(address)
+        return renewed
+
+    # ---- the end of a connection ---------------------------------------------------------------------------------
 
     def leave(self, link: Link) -> None:
         """Takes a link out that goes nowhere any more, and closes the connections that no other one uses."""

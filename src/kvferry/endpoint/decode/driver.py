@@ -173,6 +173,8 @@ class DecodeDriver(Loop):
     def _receive(self, connection: Connection, now: float) -> None:
         address = connection.address
         received = connection.receive()  # first: to hear of a break may close the connection
+        if received:
+            self._connections.record_answer(address)
         if connection.take_break():
             self.rooms.broke(address, now)
         for data in received:

@@ -28,6 +28,7 @@ class Heartbeats:
         """
         most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s
         late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
+        self._links.connections.forgive(late_s, now)
         for link in self._links.current:
             link.forgive(late_s, now)
         self._report_silence(now)
@@ -45,6 +46,16 @@ class Heartbeats:
                 self._links.send_all(link.ask(now))
             except KVFerryError as error:
                 self._links.fail(link, error, now)
+
+    def renew_silent(self, now: float) -> bool:
+        """Makes connections anew whose silence has lasted half as long as it may; returns whether there were any.
+
+        The other half is for the new one to carry an answer, before the rank is given up.
+        """
+        renewed = self._links.connections.renew_silent(now, self._settings.peer_timeout_s / 2)
+        for address in renewed:
+            self.broke(address, now)
+        return bool(renewed)
 
     def broke(self, address: str, now: float) -> None:
         """A connection broke: what was on its way through its links may be lost."""

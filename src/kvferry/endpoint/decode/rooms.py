@@ -349,8 +349,8 @@ class ReceivingRooms:
                 self.apply(room, Tick(), now)
 
     def repeat(self, now: float) -> None:
-        """Asks again what was not answered: a connection that broke may have lost it, or the answer."""
-        self.refusals.repeat(now)
+        """Asks again what was not answered: a connection that broke, or was silent, may have lost it or the answer."""
+        self.refusals.repeat(now, is_due=self.heartbeats.renew_silent(now))
         self.links.ask_about_lost_ranks(now)
         for room in list(self._unanswered):
             self._ask_to_stop(room, now)
