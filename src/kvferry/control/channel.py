@@ -18,6 +18,7 @@ import contextlib
 import errno
 import hmac
 import logging
+import math
 import os
 import re
 import resource
@@ -30,8 +31,8 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from kvferry.control.credentials import Credentials, secret_hint
+from kvferry.control.reply_routes import ReplyRoutes, identity_of
 from kvferry.errors import PeerDisconnectedError, SettingsError
-from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -42,8 +43,8 @@ _MOST_AT_A_TIME = 1000
 _WAKE_BYTES = 4096
 _SPARE_CONNECTIONS = 512
 _LONGEST_HANDSHAKE_MS = 10_000
-_NUMBER_MARK = "~"  # between the name of a decode rank's endpoint and the number of its connection
-_MOST_ROUTES = 1 << 16
+_PROBES = 3  # unanswered, of a connection that was idle: it has gone
+_LONGEST_KEEPALIVE_S = 32_767  # ZMQ ends the process where Linux does not take a time
 _IDENTITY = re.compile(rb"[!-~]{1,255}")
 
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
@@ -211,6 +212,21 @@ def _shut_down(descriptor: int, port: int) -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
+def _end_silent(listening: zmq.Socket[bytes], timeout_s: float) -> None:
+    """Has the system end the connections of a socket that is not bound yet whose other end is silent for good.
+
+    A decode rank that has made its connection anew cannot tell this side so where nothing gets through the old one,
+    which would stay, and count, for good. The system asks the other system, not the process: one that is frozen stays
+    connected. It takes twice as long as a silent rank takes to be given up, by heartbeats, which decide.
+    """
+    timeout_s = min(timeout_s, _LONGEST_KEEPALIVE_S)
+    listening.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    listening.setsockopt(zmq.TCP_KEEPALIVE_IDLE, math.ceil(timeout_s))
+    listening.setsockopt(zmq.TCP_KEEPALIVE_INTVL, math.ceil(timeout_s / _PROBES))
+    listening.setsockopt(zmq.TCP_KEEPALIVE_CNT, _PROBES)
+    listening.setsockopt(zmq.TCP_MAXRT, int(2 * timeout_s * 1000))
+
+
 class _Doorkeeper:
     """Answers ZMQ's requests whether to let a client in (ZAP)."""
 
@@ -250,6 +266,7 @@ class ListeningChannel:
         port: int,
         credentials: Credentials | None = None,
         max_connections: int | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         """Binds the port; messages are received from then on.
 
@@ -260,16 +277,19 @@ class ListeningChannel:
             credentials: only peers with the same come in; None lets everyone in.
             max_connections: how many there may be, half-open ones included; the last ones to come are refused. None
                 is no bound.
+            peer_timeout_s: silence after which a decode rank counts as lost; None leaves connections of lost ones open.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
         """
-        self._routes: dict[str, tuple[int, str]] = {}  # by name: the youngest connection's number and identity
+        self._routes = ReplyRoutes()
         self._connections = _Connections(max_connections)
         self.socket = _configured(context, zmq.ROUTER)
         # Makes a message without a route an error, and lets a reconnecting peer keep its identity.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if peer_timeout_s is not None:
+            _end_silent(self.socket, peer_timeout_s)
         self._doorkeeper: _Doorkeeper | None = None
         if credentials is not None:
             self._doorkeeper = _Doorkeeper(context, credentials.connecting.public)
@@ -313,20 +333,10 @@ class ListeningChannel:
         if self._doorkeeper is not None:
             self._doorkeeper.answer()
         return [
-            (self._sender_of(frames[0].decode("ascii")), frames[1])
+            (self._routes.sender_of(frames[0].decode("ascii")), frames[1])
             for frames in _waiting(self.socket)
             if len(frames) == 2 and _IDENTITY.fullmatch(frames[0])
         ]
-
-    def _sender_of(self, identity: str) -> str:
-        """Returns whose connection it is. Routes that name through the youngest connection that has sent anything."""
-        name, mark, number = identity.rpartition(_NUMBER_MARK)
-        if not mark or not number.isdigit():
-            name, number = identity, "0"
-        known = self._routes.get(name)
-        if known is None or known[0] <= int(number):
-            remember(self._routes, name, (int(number), identity), _MOST_ROUTES)
-        return name
 
     def send(self, identity: str, message: bytes) -> None:
         """Sends to a decode rank.
@@ -334,12 +344,17 @@ class ListeningChannel:
         Raises:
             PeerDisconnectedError: if it is not connected.
         """
-        _, route = self._routes.get(identity, (0, identity))
-        try:
-            self.socket.send_multipart([route.encode(), message], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            self._routes.pop(identity, None)
-            raise PeerDisconnectedError(f"no connection to {identity}: {error.strerror}") from error
+        is_sent, problem = False, None
+        for route in self._routes.to(identity):
+            try:
+                self.socket.send_multipart([route.encode(), message], zmq.NOBLOCK)
+                is_sent = True
+            except zmq.ZMQError as error:
+                self._routes.lost(identity, route)
+                problem = error
+        if not is_sent:
+            reason = "it has sent nothing" if problem is None else problem.strerror
+            raise PeerDisconnectedError(f"no connection to {identity}: {reason}") from problem
 
     def close(self) -> None:
         """Closes the socket; what was sent has half a second to leave."""
@@ -380,7 +395,7 @@ class ConnectedChannel:
             undo.enter_context(_explained(f"cannot connect to {address!r}"))
             self.socket = _configured(context, zmq.DEALER)
             undo.callback(self.socket.close, linger=0)  # ends what monitors it, too
-            self._prepare(f"{identity}{_NUMBER_MARK}{number}", credentials)
+            self._prepare(identity_of(identity, number), credentials)
             self.socket.connect(address)
             undo.pop_all()
 

@@ -109,7 +109,13 @@ class ZmqListeningEnd(ListeningEnd):
     """A listening end over ZMQ."""
 
     def __init__(
-        self, *, host: str, port: int, credentials: Credentials | None = None, max_connections: int | None = None
+        self,
+        *,
+        host: str,
+        port: int,
+        credentials: Credentials | None = None,
+        max_connections: int | None = None,
+        peer_timeout_s: float | None = None,
     ) -> None:
         """Binds the port; messages are received from then on.
 
@@ -118,6 +124,7 @@ class ZmqListeningEnd(ListeningEnd):
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
             max_connections: how many there may be; None is no bound.
+            peer_timeout_s: as of `ListeningChannel`.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
@@ -126,7 +133,12 @@ class ZmqListeningEnd(ListeningEnd):
         self._wakeup = Wakeup()
         try:
             self._channel = ListeningChannel(
-                self._context, host=host, port=port, credentials=credentials, max_connections=max_connections
+                self._context,
+                host=host,
+                port=port,
+                credentials=credentials,
+                max_connections=max_connections,
+                peer_timeout_s=peer_timeout_s,
             )
         except BaseException:
             self._give_back()

@@ -443,3 +443,49 @@ def test_what_a_closed_connection_had_left_takes_nothing_from_the_next(listen, c
         prefill.send("decode", b"answer")
         assert new.socket.poll(PATIENCE_S * 1000)
         assert new.receive() == [b"answer"]
+
+
+def test_who_connects_under_anothers_name_keeps_no_answer_from_it(listen, connect):
+    """Where there is no secret anybody can, with any number; without a word more, or with many."""
+    prefill = listen(None)
+    decode, stranger = connect(prefill, None, number=1), connect(prefill, None, number=1 << 40)
+    for number in range(3):
+        stranger.send(b"somebody else's")
+        assert received(prefill, PATIENCE_S) == [("decode", b"somebody else's")]
+        decode.send(b"question %d" % number)
+        assert received(prefill, PATIENCE_S) == [("decode", b"question %d" % number)]
+        prefill.send("decode", b"answer %d" % number)
+        assert decode.socket.poll(PATIENCE_S * 1000)
+        assert decode.receive() == [b"answer %d" % number]
+
+
+def test_the_system_ends_connections_whose_other_end_is_silent_for_good():
+    """A decode rank makes a connection anew that is lost; what is left of the old one must not stay here for good."""
+    end = ZmqListeningEnd(host="127.0.0.1", port=0, peer_timeout_s=2.5)
+    try:
+        with socket.create_connection(("127.0.0.1", end.port), PATIENCE_S) as client:
+            eventually("it is accepted", lambda: accepted(end.port, client))
+            with socket.socket(fileno=os.dup(accepted(end.port, client)[0])) as connection:
+                assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+                idle_s, apart_s, probes, unacknowledged_ms = (
+                    connection.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (
+                        socket.TCP_KEEPIDLE,
+                        socket.TCP_KEEPINTVL,
+                        socket.TCP_KEEPCNT,
+                        socket.TCP_USER_TIMEOUT,
+                    )
+                )
+        assert 2.5 <= idle_s < 5 <= idle_s + apart_s * probes <= 7.5
+        assert unacknowledged_ms == 5000
+    finally:
+        end.close()
+
+
+def accepted(port: int, client: socket.socket) -> list[int]:
+    """The descriptor of the end of a client's connection that a port of this process has, once it does."""
+    return [
+        each.fd
+        for each in psutil.Process().net_connections("tcp")
+        if each.raddr and each.laddr.port == port and each.raddr.port == client.getsockname()[1]
+    ]

@@ -238,6 +238,7 @@ class SystemPlatform(Platform):
             port=settings.control_port,
             credentials=credentials_of(settings),
             max_connections=most_connections(settings.max_decode_ranks),
+            peer_timeout_s=settings.peer_timeout_s,
         )
 
     def connect_as(self, endpoint: str, settings: Settings) -> ConnectingEnd:
