@@ -47,6 +47,7 @@ class ControlProxy:
         self.target: int | None = None
         self._connections: set[_Connection] = set()
         self._is_cut = False
+        self._is_hole = False
         self._struck: bytes | None = None  # only clients that call themselves so; None means everybody
         self._loop = asyncio.new_event_loop()
         self._flows = asyncio.Event()
@@ -77,7 +78,7 @@ class ControlProxy:
         """Forwards nothing until healed; nothing is lost, as when a network drops packets. Else as `cut`."""
         self._do(self._hold(None if name is None else name.encode()))
 
-    def forget(self, *, up: bool = True, down: bool = True) -> None:
+    def forget(self, *, up: bool = True, down: bool = True, is_hole: bool = False) -> None:
         """Drops what comes through the connections of now, for good and without a word; new ones pass.
 
         As a NAT, a load balancer or connection tracking does that has forgotten a flow: no end hears of it, not even
@@ -86,9 +87,10 @@ class ControlProxy:
         Args:
             up: whether what clients say is dropped.
             down: whether what they are told is.
+            is_hole: whether new ones are treated alike until healed.
         """
         lost = frozenset(way for way, is_lost in ((True, up), (False, down)) if is_lost)
-        self._do(self._forget(lost))
+        self._do(self._forget(lost, is_hole=is_hole))
 
     def heal(self) -> None:
         """Lets everything through again."""
@@ -98,6 +100,11 @@ class ControlProxy:
     def connections(self) -> int:
         """How many there are now."""
         return len(self._connections)
+
+    @property
+    def heads(self) -> list[bytes]:
+        """What the clients of connections that are not forgotten said first."""
+        return [each.head for each in list(self._connections) if not each.is_forgotten]
 
     def close(self) -> None:
         """Ends everything."""
@@ -119,12 +126,13 @@ class ControlProxy:
         self._struck = name
         self._flows.clear()
 
-    async def _forget(self, lost: frozenset[bool]) -> None:
+    async def _forget(self, lost: frozenset[bool], *, is_hole: bool) -> None:
+        self._is_hole = is_hole
         for connection in self._connections:
             connection.is_forgotten, connection.lost = True, connection.lost | lost
 
     async def _heal(self) -> None:
-        self._is_cut = False
+        self._is_cut = self._is_hole = False
         self._flows.set()
 
     async def _close(self) -> None:
@@ -151,6 +159,8 @@ class ControlProxy:
             writer.transport.abort()
             return
         connection = _Connection(writer, to_target)
+        if self._is_hole:
+            connection.is_forgotten, connection.lost = True, frozenset((True, False))
         self._connections.add(connection)
         try:
             await asyncio.gather(
