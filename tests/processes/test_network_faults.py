@@ -8,6 +8,7 @@ and nothing is written to them afterwards; and once the network is as before, ev
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -22,8 +23,16 @@ import pytest
 from tests.support.hosts import Host, Link, skip_without_hosts
 from tests.support.processes import Rank
 from tests.support.real_transport import REAL, skip_unless_installed
-from tests.support.sites import SECRET, Site, about, place, v4
-from tests.support.victims import END_S, LARGE_ROOM_PAGES, LATE_WRITE_S, Engine, Room, Step
+from tests.support.sites import CONTROL_PORT, SECRET, Site, about, place, v4
+from tests.support.victims import (
+    END_S,
+    LARGE_ROOM_PAGES,
+    LATE_WRITE_S,
+    PEER_TIMEOUT_S,
+    Engine,
+    Room,
+    Step,
+)
 from tests.support.waiting import eventually
 
 skip_unless_installed()
@@ -32,6 +41,8 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(REAL.name != "nixl", reason="it is NIXL over TCP that is tried"),
 ]
+
+log = logging.getLogger(__name__)
 
 SLOW_BYTES_PER_S = 4e6
 SLOWEST_BYTES_PER_S = 1e6
@@ -192,6 +203,27 @@ def test_one_way_is_cut(site: Site, hears: str):
     site.place.network.heal()
     nothing_comes_late(its.room)
     assert its.room.source.do(Rank.wait_reusable, its.room.number, END_S)
+    site.served()
+
+
+def test_the_control_connection_of_two_hosts_is_forgotten(site: Site):
+    """Its packets are dropped, either way, without a word; new connections pass. Rooms wait for a moment, and go on."""
+    its = Struck(site, *pairs_of_others(site))
+    here, there = site.host(site.struck_prefill), site.host(site.struck_decode)
+    sockets = site.struck_prefill.do(Rank.resources).descriptors["socket"]
+    site.place.network.forget(here, there, port=CONTROL_PORT)
+    since = time.monotonic()
+    for _ in range(3):
+        site.run(site.struck_prefill, site.struck_decode)
+        log.info("a room ended well %.2f s after its connection was forgotten", time.monotonic() - since)
+    assert time.monotonic() - since < 2 * PEER_TIMEOUT_S
+    site.finish(its.room)
+    its.others_go_on()
+    eventually(
+        "the system has ended what the prefill rank has left of it",
+        lambda: site.struck_prefill.do(Rank.resources).descriptors["socket"] <= sockets,
+    )
+    log.info("nothing was left of it after %.1f s", time.monotonic() - since)
     site.served()
 
 

@@ -161,6 +161,8 @@ class Network:
         """
         self.links: dict[tuple[Host, Host], Link] = {}
         self.carried: defaultdict[tuple[Host, Host], int] = defaultdict(int)
+        # Between two hosts: which port's TCP connections were forgotten (None: all), and those that were made since.
+        self._forgotten: dict[frozenset[Host], tuple[int | None, set[bytes]]] = {}
         self._random = random.Random(seed)
         self._hosts: dict[bytes, Host] = {}  # by address
         self._wires: dict[bytes, int] = {}
@@ -219,8 +221,19 @@ class Network:
         """Sets both ways."""
         self.links[here, there] = self.links[there, here] = link
 
+    def forget(self, here: Host, there: Host, *, port: int | None = None) -> None:
+        """Drops what belongs to the TCP connections between two hosts, for good and without a word; new ones pass.
+
+        As a NAT, a load balancer or connection tracking does that has lost its table.
+
+        Args:
+            port: only connections to this one.
+        """
+        with self._lock:
+            self._forgotten[frozenset((here, there))] = port, set()
+
     def heal(self) -> None:
-        """Makes all links ideal."""
+        """Makes all links ideal. What was forgotten stays so."""
         self.links.clear()
 
     def close(self) -> None:
@@ -269,6 +282,9 @@ class Network:
         if source is None or target is None:
             return
         way = source, target
+        forgotten = self._forgotten.get(frozenset(way))
+        if forgotten is not None and _is_forgotten(packet, *forgotten):
+            return
         link = self.links.get(way)
         if link is None:
             self._deliver(packet, way)
@@ -301,6 +317,22 @@ def _packets(wire: int) -> Iterator[bytes]:
                 if isinstance(error, BlockingIOError):
                     raise
                 return  # the interface is down
+
+
+def _is_forgotten(packet: bytes, port: int | None, made_since: set[bytes]) -> bool:
+    """Whether a packet belongs to a TCP connection that was forgotten. Takes note of the one that it begins, if any."""
+    is_v6 = packet[0] >> 4 == 6
+    protocol, start = (packet[6], 40) if is_v6 else (packet[9], 4 * (packet[0] & 15))
+    if protocol != socket.IPPROTO_TCP:
+        return False
+    hosts = (packet[8:24], packet[24:40]) if is_v6 else (packet[12:16], packet[16:20])
+    ports = packet[start : start + 2], packet[start + 2 : start + 4]
+    if port is not None and port.to_bytes(2, "big") not in ports:
+        return False
+    connection = b"".join(sorted(host + port for host, port in zip(hosts, ports, strict=True)))
+    if packet[start + 13] & 0x12 == 0x02:  # SYN without ACK
+        made_since.add(connection)
+    return connection not in made_since
 
 
 def _destination(packet: bytes) -> bytes:
