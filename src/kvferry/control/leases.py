@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -127,8 +128,8 @@ class Leases:
         self._num_declared = 0  # those that their engines have
         self._num_begun = 0  # those that were new when they registered, ever
         self._revisions = itertools.count(1)  # one for all engines: one that is forgotten and returns has another
-        self._released: dict[str, None] = {}  # in the order in which they were
-        self._told_to_drain: dict[str, None] = {}  # likewise
+        self._released: OrderedDict[str, None] = OrderedDict()  # in the order in which they were
+        self._told_to_drain: OrderedDict[str, None] = OrderedDict()  # likewise
 
     def release(self, incarnation: str, now: float) -> None:
         """Keeps an operator's word that this start of a rank has ended, whatever became of it.

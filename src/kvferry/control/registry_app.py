@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -122,7 +123,7 @@ def registry_app(
     """
     started_at = clock()
     name_of_start = secrets.token_hex(8)
-    described: dict[str, _Described] = {}
+    described: OrderedDict[str, _Described] = OrderedDict()
     waiting = Pacer(RENEWALS_PER_S)
 
     async def put_rank(request: Request) -> Response:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class RegistryClient(Registry):
         self._headers = bearing(token)
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
-        self._views: dict[str, _KnownView] = {}  # by engine
+        self._views: OrderedDict[str, _KnownView] = OrderedDict()  # by engine
         self._granted: Answer | None = None  # the last that granted a lease
         self._is_closed = False
         self._told_to_drain: set[str] = set()  # endpoints that were registered here

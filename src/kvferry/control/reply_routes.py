@@ -8,6 +8,7 @@ who asks, and a message that is for the other one changes nothing there.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import NamedTuple
 
 from kvferry.protocol.bounded import remember
@@ -40,7 +41,7 @@ class ReplyRoutes:
 
     def __init__(self) -> None:
         """Begins with none."""
-        self._of: dict[str, _Route] = {}  # by name
+        self._of: OrderedDict[str, _Route] = OrderedDict()  # by name
 
     def sender_of(self, identity: str) -> str:
         """Takes the identity of a connection that has sent something. Returns whose it is."""

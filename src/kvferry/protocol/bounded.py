@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
@@ -15,10 +16,13 @@ def forget_oldest(remembered: dict[KeyT, ValueT], limit: int) -> None:
         del remembered[next(iter(remembered))]
 
 
-def remember(remembered: dict[KeyT, ValueT], key: KeyT, value: ValueT, limit: int) -> None:
-    """Puts an entry in as the youngest, and drops the oldest until no more than `limit` are left."""
-    remembered.pop(key, None)
+def remember(remembered: OrderedDict[KeyT, ValueT], key: KeyT, value: ValueT, limit: int) -> None:
+    """Puts an entry in as the youngest, and drops the oldest until no more than `limit` are left.
+
+    A thread that looks an entry up meanwhile, without a lock, finds the earlier value or this one.
+    """
     remembered[key] = value
+    remembered.move_to_end(key)
     forget_oldest(remembered, limit)
 
 
@@ -32,7 +36,9 @@ class ForAWhile(Generic[KeyT, ValueT]):
             keep_s: how long an entry is kept, in seconds.
         """
         self._keep_s = keep_s
-        self._entries: dict[KeyT, tuple[float, ValueT]] = {}  # until when, and what; the youngest stand last
+        self._entries: OrderedDict[KeyT, tuple[float, ValueT]] = (
+            OrderedDict()
+        )  # until when, and what; the youngest stand last
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
@@ -40,7 +41,7 @@ class Quarantine:
         self._context = context
         self._lost = LostRanks(settle_s=settings.quarantine_s)
         # By endpoint the number of its last failed write, and whether all that was sent of it can only have arrived.
-        self._failures: dict[str, tuple[int, bool]] = {}
+        self._failures: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         # Where a death does not end the transport's writes, nothing proves that they have ended.
         declared = settings.proofs if context.transport.promises.fenced_by_death else frozenset()
         self._reach = Reach(declared, platform.process.machine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -27,7 +28,7 @@ class BrokenOff:
     def __init__(self) -> None:
         # Guards the numbers of the last failed writes, which workers give.
         self._lock = threading.Lock()
-        self._last_failures: dict[str, int] = {}  # the latest stand last
+        self._last_failures: OrderedDict[str, int] = OrderedDict()  # the latest stand last
         self._failure_numbers = itertools.count(1)
 
     def add(self, name: str) -> None:

@@ -7,6 +7,7 @@ up.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ class DecodeRanks:
         self._lock = threading.Lock()
         self._peers: dict[str, DecodePeer] = {}
         self._detaching: dict[str, DecodePeer] = {}
-        self._given_up: dict[str, GivenUp] = {}  # the latest stand last
+        self._given_up: OrderedDict[str, GivenUp] = OrderedDict()  # the latest stand last
 
     # ---- connections --------------------------------------------------------------------------------------------
 

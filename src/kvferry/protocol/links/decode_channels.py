@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import codec, field_types, messages
@@ -16,9 +18,9 @@ class DecodeChannels:
     def __init__(self, endpoint: str) -> None:
         """Begins with none; `endpoint` is this rank's name."""
         self._endpoint = endpoint
-        self._channels: dict[str, ReliableChannel] = {}  # the latest stand last
+        self._channels: OrderedDict[str, ReliableChannel] = OrderedDict()  # the latest stand last
         # Of the channels before each: their epochs, and what was received; the latest stand last.
-        self._earlier: dict[str, tuple[tuple[int, int], ...]] = {}
+        self._earlier: OrderedDict[str, tuple[tuple[int, int], ...]] = OrderedDict()
         self._none = ReliableChannel(-1)  # to whoever has never attached
         self._none.close()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.versions import Versions
 
@@ -18,7 +20,7 @@ class SpokenVersions:
             mine: the versions that this side speaks.
         """
         self.mine = mine
-        self._last: dict[str, int] = {}  # by decode rank, the latest stand last
+        self._last: OrderedDict[str, int] = OrderedDict()  # by decode rank, the latest stand last
 
     def record(self, decode_rank: str, version: int) -> None:
         """Records that a message of this version came from a decode rank."""

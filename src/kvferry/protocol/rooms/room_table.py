@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeAlias, TypeVar
@@ -96,7 +97,8 @@ class RoomTable(Generic[RoomT]):
         # Whoever names a number before anybody has opened it is taken for the one that it is for, as with an open
         # request: only its callers know the number.
         self._refusals: PendingMessages[RefuseRoom] = PendingMessages(limit=max_pending, keep_s=keep_s)
-        self._refusals_received: dict[tuple[str, int, int], None] = {}  # by receiver, number and generation
+        # By receiver, number and generation.
+        self._refusals_received: OrderedDict[tuple[str, int, int], None] = OrderedDict()
         self._failed_alone: ForAWhile[int, _FailedAlone] = ForAWhile(keep_s)
         # Generations of open requests that our caller had not matched, dropped since their decode rank was lost. A rank
         # that lives will abort these rooms, or connect anew; the successor of one that died may open them.
@@ -104,7 +106,7 @@ class RoomTable(Generic[RoomT]):
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: an abort may overtake the open request that a room which
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
-        self._over: dict[tuple[str, int], _Over] = {}  # the latest stand last
+        self._over: OrderedDict[tuple[str, int], _Over] = OrderedDict()  # the latest stand last
         self._most_receivers = 1  # that any room had
         self._sent: ForAWhile[int, _Sent] = ForAWhile(keep_s)
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
