@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import sys
+import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
 ResultT = TypeVar("ResultT")
+
+_LEFT_ALONE = (threading.__file__, concurrent.futures._base.__file__)
 
 
 def at_every_step(call: Callable[[], ResultT], step: Callable[[], object]) -> ResultT:
@@ -25,3 +29,31 @@ def at_every_step(call: Callable[[], ResultT], step: Callable[[], object]) -> Re
         return call()
     finally:
         sys.settrace(before)
+
+
+def interrupted_at(nth: int, call: Callable[[], object]) -> bool:
+    """Interrupts a call as Ctrl-C would, the n-th time that Python looks for a signal. Returns whether it got there.
+
+    It looks when a function begins, and when one that is written in C has returned: never between the last step under
+    a lock and the lock's release. Conditions of the standard library cannot bear that, and are left alone.
+    """
+    looks = 0
+
+    def profile(frame: FrameType, event: str, function: Any) -> None:
+        nonlocal looks
+        if frame.f_code.co_filename in _LEFT_ALONE:
+            return
+        if event == "call" or (event == "c_return" and function is not sys.setprofile):
+            looks += 1
+            if looks == nth:
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False

@@ -8,8 +8,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from math import inf
 from types import TracebackType
 from typing import Protocol, TypeVar
@@ -21,6 +20,7 @@ from kvferry.endpoint.construction import create_transport, endpoint_name
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.telemetry import EndpointTelemetry
+from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import (
@@ -286,14 +286,16 @@ class Endpoint(ABC):
         """Raises UsageError in a process that was forked from the endpoint's."""
         self._owning_process.check(f"this {self._side.value} endpoint")
 
-    @contextmanager
-    def _refusals_observed(self) -> Iterator[None]:
-        """Notifies the observer of an error that refuses what the caller asks for."""
-        try:
-            yield
-        except KVFerryError as error:
+    def _not_opened(self, transfer: Transfer | None, error: BaseException) -> None:
+        """Notifies the observer of a room that was refused; ends one whose opening was interrupted, by Ctrl-C for one.
+
+        Args:
+            transfer: what its caller is not handed; None if it was not made.
+        """
+        if isinstance(error, KVFerryError):
             self._telemetry.observer.refused(error)
-            raise
+        elif transfer is not None:
+            transfer.abort(f"opening it was interrupted by {type(error).__name__}")
 
     @property
     def is_healthy(self) -> bool:

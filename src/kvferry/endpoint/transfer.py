@@ -183,6 +183,7 @@ class Sender(Transfer):
         for them; pages that it already holds are not sent. A room that has already failed accepts chunks and drops
         them: look at `state`. Page numbers are not checked in the caller's time: one that the pool does not have, or
         that appears twice in a chunk, fails the room with a PageError. A worker takes the chunk within a millisecond.
+        An exception that interrupts the call, such as Ctrl-C's, aborts the room: nobody knows what it has taken.
 
         Args:
             pages: page numbers in this rank's pool, in the order of the request. A NumPy array of int64 is fastest.
@@ -217,31 +218,37 @@ class Sender(Transfer):
                 `add_change_callback` say when there is room again.
             UsageError: if aux is given before the last chunk, or is too large, or ready is no signal.
         """
-        if aux is not None:
-            self._check_aux(aux, last=last)
-        is_ready = None if ready is None else look_of(ready, where=f"room {self.room}")
-        with self._lock:
-            if self._is_full and self._wants_room():
-                full = QueueFullError(
-                    f"room {self.room}: {self._most_waiting} chunks wait to be written already "
-                    "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+        try:
+            if aux is not None:
+                self._check_aux(aux, last=last)
+            is_ready = None if ready is None else look_of(ready, where=f"room {self.room}")
+            with self._lock:
+                if self._is_full and self._wants_room():
+                    full = QueueFullError(
+                        f"room {self.room}: {self._most_waiting} chunks wait to be written already "
+                        "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+                    )
+                    self._observer.refused(full)
+                    raise full
+                chunk = self._chunks.hand_in(
+                    pages,
+                    start=start,
+                    is_last=last,
+                    aux=aux,
+                    now=self._now(),
+                    is_ready=is_ready,
+                    layers=layers,
+                    token_part=token_part,
                 )
-                self._observer.refused(full)
-                raise full
-            chunk = self._chunks.hand_in(
-                pages,
-                start=start,
-                is_last=last,
-                aux=aux,
-                now=self._now(),
-                is_ready=is_ready,
-                layers=layers,
-                token_part=token_part,
-            )
-            self._hand_in(chunk)
-        self._report.submitted(self._now() - chunk.submitted_at)
-        if self._settle is not None:
-            self._settle(chunk.number)
+                self._hand_in(chunk)
+            self._report.submitted(self._now() - chunk.submitted_at)
+            if self._settle is not None:
+                self._settle(chunk.number)
+        except KVFerryError:
+            raise  # the chunk was refused, which changes nothing
+        except BaseException as error:  # Ctrl-C: nobody knows whether the chunk was taken
+            self._abort(f"handing in a chunk was interrupted by {type(error).__name__}")
+            raise
 
     @property
     def _is_full(self) -> bool:

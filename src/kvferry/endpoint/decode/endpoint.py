@@ -126,9 +126,16 @@ class DecodeEndpoint(Endpoint):
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()
-        with self._refusals_observed():
-            number, key = checked_room(room), LinkKey(engine, prefill_dp_rank)
-            return self._driver.rooms.add(number, key, pages, prefix_tokens, tokens, share_tokens, depends_on, instance)
+        receiver = None
+        try:
+            number, key, rooms = checked_room(room), LinkKey(engine, prefill_dp_rank), self._driver.rooms
+            opened = rooms.made(number, pages, prefix_tokens, tokens, share_tokens, depends_on, instance)
+            receiver = opened.receiver
+            rooms.add(opened, key)
+            return receiver
+        except BaseException as error:
+            self._not_opened(receiver, error)
+            raise
 
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.

@@ -132,8 +132,8 @@ class Links:
     def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready, making it if there is none; see `DecodeEndpoint.connect`."""
         caller = _Caller()
-        self._callers.append(caller)
         try:
+            self._callers.append(caller)
             if self.is_closed:  # `close` answers whoever had been added before
                 raise EndpointClosedError("the endpoint was closed")
             self._context.submit(partial(self._take_caller, caller, key))
@@ -142,7 +142,8 @@ class Links:
         except FutureTimeoutError:
             problem = caller.link.problem if caller.link is not None else None
         finally:
-            self._callers.remove(caller)
+            if caller in self._callers:  # else it was interrupted before
+                self._callers.remove(caller)
         raise TransferTimeoutError(
             f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
             f"registered at the same registry, {self._context.registry.url_for(key.engine)}? {problem or ''}"

@@ -82,18 +82,17 @@ class ReceivingRooms:
 
     # ---- for callers --------------------------------------------------------------------------------------------
 
-    def add(
+    def made(
         self,
         number: int,
-        key: LinkKey,
         pages: AnyPages,
         prefix_tokens: int,
         tokens: int | None,
         share_tokens: int | None,
         depends_on: Mapping[str, bytes] | None,
         instance: str | None,
-    ) -> Receiver:
-        """Opens a room; arguments and errors are those of `DecodeEndpoint.open`."""
+    ) -> ReceivingRoom:
+        """Makes a room, which is not open yet; arguments and errors are those of `DecodeEndpoint.open`."""
         where, identity, now = f"room {number}", self._context.identity, self._context.platform.now()
         groups = demands_of(identity.layout, pages, prefix_tokens=prefix_tokens, tokens=tokens, where=where)
         check_share_tokens(identity.layout.tokens, tokens, share_tokens, where=where)
@@ -112,20 +111,24 @@ class ReceivingRooms:
             places=UnitPlaces(identity.layout, groups, tokens),
             instance=instance or "",
         )
+        return room
+
+    def add(self, room: ReceivingRoom, key: LinkKey) -> None:
+        """Opens a room; errors are those of `DecodeEndpoint.open`."""
         with self._lock:
             check_may_open(
                 room.room,
                 self.open,
                 most=self._context.settings.max_rooms,
-                who=f"decode rank {identity.coordinates.engine_rank}",
+                who=f"decode rank {self._context.identity.coordinates.engine_rank}",
                 is_closed=self.is_closed,
                 refusal=None if self.draining.takes_rooms else self.draining.refusal(room.room),
             )
+            self._timers.set(room, room.machine.deadline)  # before it is open: it ends, whatever interrupts the rest
             self.open[room.room] = room
             room.trace = self._context.observer.begin_receiving(room.room)
             # Under the lock, so that a close that aborts this room comes behind it.
             self._context.submit(partial(self._take, room, key))
-        return room.receiver
 
     def receiver(self, room: int) -> Receiver:
         """Returns the open transfer of that number.
@@ -184,6 +187,8 @@ class ReceivingRooms:
 
     def _take(self, room: ReceivingRoom, key: LinkKey, now: float) -> None:
         """Takes a new room: connects it, or has it wait for its link."""
+        if self.open.get(room.room) is not room:
+            return  # it has ended since
         self.refusals.forget(room.room)
         link = room.link = self.links.to(key, room.machine.deadline or now)
         self.links.rooms_of.setdefault(link, {})[room] = None
@@ -343,7 +348,9 @@ class ReceivingRooms:
     def look_at_deadlines(self, now: float) -> None:
         """Notifies the rooms whose deadlines have passed; those that wait for a link hear why it is not ready."""
         for room in self._timers.due(now):
-            if room.link is not None and room.waits_for_link:
+            if self.open.get(room.room) is not room:
+                self._timers.set(room, None)  # whoever opened it was interrupted
+            elif room.link is not None and room.waits_for_link:
                 self.apply(room, ConnectFailed(why_not_ready(room.link, self._context.settings)), now)
             else:
                 self.apply(room, Tick(), now)

@@ -198,8 +198,15 @@ class PrefillEndpoint(Endpoint):
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()
-        with self._refusals_observed():
-            return self._driver.rooms.open(checked_room(room), tokens, share_tokens, depends_on)
+        sender = None
+        try:
+            opened = self._driver.rooms.made(checked_room(room), tokens, share_tokens, depends_on)
+            sender = opened.sender
+            self._driver.rooms.add(opened)
+            return sender
+        except BaseException as error:
+            self._not_opened(sender, error)
+            raise
 
     def refuse(self, room: SupportsIndex, reason: str) -> None:
         """Tells decode ranks that this rank will not send a request's cache, for a caller that cannot open its room.

@@ -166,6 +166,11 @@ class SendingRoom(Actor):
         )
 
     @property
+    def deadline(self) -> float | None:
+        """When it must be looked at; None if it has ended."""
+        return self._machine.deadline
+
+    @property
     def has_ended(self) -> bool:
         """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
         return self._machine.state.is_final

@@ -97,10 +97,10 @@ class SendingRooms:
         with self._lock:
             return list(self.table.rooms.values())
 
-    def open(
+    def made(
         self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
-    ) -> Sender:
-        """Opens a room; arguments and errors are those of `PrefillEndpoint.open`."""
+    ) -> SendingRoom:
+        """Makes a room, which is not open yet; arguments and errors are those of `PrefillEndpoint.open`."""
         share = self._identity.layout.tokens
         if tokens is None and share.partition.depends_on_length:
             raise UsageError(
@@ -116,29 +116,32 @@ class SendingRooms:
             tokens=tokens,
             depends_on=checked_conditions(depends_on, where=f"room {room}"),
         )
+        return SendingRoom(
+            machine,
+            self._workers,
+            self._context,
+            pass_on=self._pass_on,
+            forget=self._forget,
+            set_deadline=self._timers.set,
+        )
+
+    def add(self, room: SendingRoom) -> None:
+        """Opens a room; errors are those of `PrefillEndpoint.open`."""
         with self._lock:
             check_may_open(
-                room,
+                room.room,
                 self.table.rooms,
                 most=self._settings.max_rooms,
                 who=f"prefill rank {self._context.engine_rank}",
                 is_closed=self._is_closed,
-                refusal=self._refusal(room),
+                refusal=self._refusal(room.room),
             )
-            opened = SendingRoom(
-                machine,
-                self._workers,
-                self._context,
-                pass_on=self._pass_on,
-                forget=self._forget,
-                set_deadline=self._timers.set,
-            )
-            self._timers.set(opened, machine.deadline)
-            self._unasked.opened(room, self._now())
-            self._context.observer.begin_sending(room)
-            for receiver, message in self.table.add(opened):
-                self._deliver(opened, receiver, message)
-        return opened.sender
+            self._timers.set(room, room.deadline)  # before it is open: it ends, whatever interrupts the rest
+            self._unasked.opened(room.room, self._now())
+            self._context.observer.begin_sending(room.room)
+            for receiver, message in self.table.add(room):
+                self._deliver(room, receiver, message)
+            self.table.handled(room.room)
 
     def sender(self, room: int) -> Sender:
         """Returns the open transfer of that number.
@@ -155,9 +158,22 @@ class SendingRooms:
     def refuse(self, room: int, reason: str) -> None:
         """Refuses the next use of a number by our caller; see `PrefillEndpoint.refuse`."""
         error = TransferAbortedError(f"room {room} was refused by the prefill side: {reason}")
+        requests: list[tuple[str, messages.OpenRoom]] = []
+        try:
+            self._refuse(room, error, requests)
+        except BaseException:  # Ctrl-C: whoever's request was taken out must hear of it all the same
+            self._refuse(room, error, requests)
+            raise
+
+    def _refuse(self, room: int, error: TransferAbortedError, requests: list[tuple[str, messages.OpenRoom]]) -> None:
+        """Refuses a number, and those that wait for it: the given ones, or all if none are given."""
         with self._lock:
-            refused = [] if self._is_closed else self.table.refuse(room, error, self._now())
-        for receiver, message in refused:
+            if self._is_closed:
+                return
+            if not requests:
+                requests += self.table.refuse(room, error, self._now())
+            self.table.handled(room)
+        for receiver, message in requests:
             self._fail(receiver, message, error)
 
     def _refusal(self, room: int) -> EndpointDrainingError | None:
@@ -267,7 +283,9 @@ class SendingRooms:
         """Drops a room that is done."""
         with self._lock:
             self._last_ended_at = self._now()
-            self.table.remove(room, self._now())
+            undelivered = self.table.remove(room, self._now())
+        for receiver, message in undelivered:
+            self._fail(receiver, message, room.error or UnknownRoomError(f"room {room.room} was not sent"))
 
     # ---- for the control thread ---------------------------------------------------------------------------------
 

@@ -13,11 +13,13 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from operator import methodcaller
 from typing import Any
 
 from kvferry.endpoint.runtime.threads import Loop
 
 _LOOK_S = 1e-3
+_release = methodcaller("release")
 _LINGER_S = 0.01  # chunks often follow each other, and to end the rest takes the caller's time
 
 
@@ -30,15 +32,16 @@ class Actor(ABC):
         # Guards the decision whether the actor is in its run queue, which several threads make.
         self._lock = threading.Lock()
         self._is_queued = False
+        self._is_running = False
 
     def post(self, event: Any) -> None:
         """Queues an event for this actor. Returns at once; may be called from any thread."""
         with self._lock:
             self._events.append(event)
-            if self._is_queued:
-                return
-            self._is_queued = True
-        self._queue_for(event).put(self)
+            if not self._is_queued:
+                # In this order: of whoever is interrupted in between (Ctrl-C) a turn too many is left, and not none.
+                self._queue_for(event).put(self)
+                self._is_queued = True
 
     def _queue_for(self, event: Any) -> RunQueue:
         """Returns the run queue in which the actor waits to handle an event, the first of those it has."""
@@ -46,13 +49,18 @@ class Actor(ABC):
 
     def take_turn(self, worker: Any) -> None:
         """Handles the first event. For workers only."""
-        event = self._events.popleft()
+        with self._lock:
+            if self._is_running or not self._events:
+                return  # a turn too many
+            self._is_running = True
+            event = self._events.popleft()
         try:
             self.handle(event, worker)
         except Exception as error:
             self.broke(error, worker)
         finally:
             with self._lock:
+                self._is_running = False
                 self._is_queued = bool(self._events)
                 again = self._is_queued
             if again:
@@ -82,6 +90,8 @@ class RunQueue:
         # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
         self._waker: Waker | None = None
+        # Each step takes a lock out of those that wait, and releases it: in one call, which no signal interrupts.
+        self._wake_next = map(_release, iter(self._waiting.pop, None))
 
     def put(self, actor: Actor | None) -> None:
         """Appends an actor. May be called from any thread."""
@@ -153,10 +163,9 @@ class RunQueue:
     def _wake_one(self) -> None:
         """Wakes the worker that began to wait last: its processor's cache still has what it needs."""
         try:
-            woken = self._waiting.pop()
+            next(self._wake_next)
         except IndexError:
-            return
-        woken.release()
+            return  # none waits
 
     def _withdraw(self, woken: threading.Lock) -> None:
         """Ends this thread's wait. If another thread was about to wake it, wakes another worker instead."""
@@ -179,7 +188,7 @@ class Waker(Loop):
         self._is_stopping = False
         self._is_called = False  # whether anything was handed in since the last look
         self._looks_until = 0.0
-        # Held while it rests, and released by the one who takes it from here. An event would cost callers more.
+        # Held while it rests, and released by the first who has something for it. An event would cost callers more.
         self._rests_on: deque[threading.Lock] = deque()
         for run_queue in queues:
             run_queue.watch_by(self)
@@ -197,10 +206,9 @@ class Waker(Loop):
 
     def _end_rest(self) -> None:
         try:
-            rest = self._rests_on.pop()
-        except IndexError:
-            return  # another thread does it
-        rest.release()
+            self._rests_on[-1].release()
+        except (IndexError, RuntimeError):
+            return  # another thread has done it
 
     def stop(self) -> None:
         """Ends the loop after its turn."""

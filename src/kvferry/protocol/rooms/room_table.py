@@ -141,18 +141,26 @@ class RoomTable(Generic[RoomT]):
         return not self.rooms and not len(self._pending)
 
     def add(self, room: RoomT) -> list[tuple[str, RoomMessage]]:
-        """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before."""
+        """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before.
+
+        They are kept until they are `handled`: our caller may be interrupted anywhere.
+        """
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room)
         self._sent.pop(room.room)
-        pending = self._pending.take(room.room)
+        pending = self._pending.of(room.room)
         self._given[room.room] = set(pending)
         before: list[tuple[str, RoomMessage]] = []
         for receiver, opened in pending.items():
             before.append((receiver, opened.request))
             if opened.abort is not None:
                 before.append((receiver, opened.abort))
-        return [*before, *self._refusals.take(room.room).items()]
+        return [*before, *self._refusals.of(room.room).items()]
+
+    def handled(self, room: int) -> None:
+        """Forgets what was kept for a number that was added or refused since."""
+        self._pending.take(room)
+        self._refusals.take(room)
 
     def attached(self, receiver: str) -> list[tuple[int, int]]:
         """Records that a decode rank connects anew.
@@ -202,7 +210,7 @@ class RoomTable(Generic[RoomT]):
                 raise over.error
             return None
         if room is not None:
-            self._given[room.room].add(receiver)
+            self._given.setdefault(room.room, set()).add(receiver)
             return room
         if self._is_closed:
             raise EndpointClosedError("the prefill endpoint was closed")
@@ -234,13 +242,12 @@ class RoomTable(Generic[RoomT]):
         Where a room of that number is open, the use of the number that follows is refused.
 
         Returns:
-            Pending open requests, to be refused at once.
+            Pending open requests, to be refused at once. They are kept until they are `handled`.
         """
         if room in self.rooms:
             self._refused_next[room] = error
             return []
-        pending = self._pending.take(room)
-        self._refusals.take(room)
+        pending = self._pending.of(room)
         for receiver, opened in pending.items():
             self.ended(receiver, room, opened.request.generation, error)
         self._fail_alone(room, error, set(pending), now)
@@ -286,12 +293,19 @@ class RoomTable(Generic[RoomT]):
             self._pending.abort(receiver, message)
         return room
 
-    def remove(self, room: RoomT, now: float) -> None:
-        """Forgets a room that is done."""
+    def remove(self, room: RoomT, now: float) -> list[tuple[str, OpenRoom]]:
+        """Forgets a room that is done.
+
+        Returns:
+            Open requests that it was not given, to be refused: whoever added it was interrupted.
+        """
         if self.rooms.get(room.room) is not room:
-            return
+            return []
         del self.rooms[room.room]
-        given = self._given.pop(room.room)
+        given = self._given.pop(room.room, set())
+        undelivered = self._pending.take(room.room)
+        for receiver, opened in undelivered.items():
+            self.ended(receiver, room.room, opened.request.generation, room.error)
         self._most_receivers = max(self._most_receivers, len(room.generations))
         for receiver, generation in room.generations.items():
             self.ended(receiver, room.room, generation, room.error)
@@ -300,9 +314,10 @@ class RoomTable(Generic[RoomT]):
             self._fail_alone(room.room, refused, set(), now)
         elif room.failed_alone and room.error is not None:
             # What the room was given it answers, even if it has ended before it looks at that.
-            self._fail_alone(room.room, room.error, room.generations.keys() | given, now)
+            self._fail_alone(room.room, room.error, room.generations.keys() | given | undelivered.keys(), now)
         elif room.error is None:
             self._sent.put(room.room, _Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
+        return [(receiver, opened.request) for receiver, opened in undelivered.items() if opened.abort is None]
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
         self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)

@@ -142,7 +142,9 @@ class PrefillNode:
                 self.has_opened = True
                 room = _Room(ROOM, SenderMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0))
                 self._opened_room = room
-                for receiver, message in self._table.add(room):
+                before = self._table.add(room)
+                self._table.handled(ROOM)
+                for receiver, message in before:
                     self._deliver(room, receiver, message, out)
             case ("submit",):
                 self.has_submitted = True
