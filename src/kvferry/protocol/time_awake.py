@@ -4,15 +4,19 @@ from __future__ import annotations
 
 
 class TimeAwake:
-    """Counts the time between looks; of a long one only a part, since the process was frozen, or its clock jumped."""
+    """Counts the time between looks; of a long one only a part, since the process was frozen, or its clock jumped.
 
-    def __init__(self, *, most_at_once_s: float) -> None:
+    That part is half of what is waited for: a freeze right after a look never counts as all of it, and looks that are
+    far apart, as beside a thread that keeps the interpreter's lock, lose nothing.
+    """
+
+    def __init__(self, awaited_s: float) -> None:
         """Counts from the first look on.
 
         Args:
-            most_at_once_s: the most that counts between two looks; longer than they are apart while all is well.
+            awaited_s: how long whoever counts here waits.
         """
-        self._most_at_once_s = most_at_once_s
+        self._most_at_once_s = awaited_s / 2
         self._looked_at = 0.0
 
     def passed_s(self, now: float) -> float:

@@ -57,6 +57,13 @@ def test_time_that_nobody_lived_through_does_not_count():
     assert wait(lost, 0.2, since=1000.4) == ["p0"]
 
 
+def test_it_is_through_by_the_clock_also_where_looks_are_a_second_apart():
+    lost = LostRanks(settle_s=2.0)
+    lost.add("p0", HERE, 0.0)
+    lost.ended("p0", Proof.RANK)
+    assert [lost.take_settled(now) for now in (10.0, 11.0, 12.0)] == [[], [], ["p0"]]
+
+
 def test_somebody_else_may_say_so():
     lost = LostRanks(settle_s=1.0)
     lost.add("p1", THERE, 0.0)

@@ -16,9 +16,6 @@ from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
-_MOST_AWAKE_S = 0.5
-"""Of the time between two looks at what settles: more than there is even where nothing happens."""
-
 
 @dataclass(kw_only=True, eq=False, slots=True)
 class DecodeContext:
@@ -48,9 +45,7 @@ class DecodeContext:
 
     def __post_init__(self) -> None:
         self.end = self.platform.connect_as(self.identity.endpoint, self.settings)
-        # What a freeze right after a look adds must be less than what is waited for.
-        most_at_once_s = min(_MOST_AWAKE_S, self.settings.quarantine_s / 4)
-        self.settling = Settling(self.settings.quarantine_s, self.platform.now, most_at_once_s=most_at_once_s)
+        self.settling = Settling(self.settings.quarantine_s, self.platform.now)
 
     @property
     def thread_name(self) -> str:

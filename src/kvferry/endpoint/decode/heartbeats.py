@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.links import Links
+from kvferry.endpoint.runtime.rests import LONGEST_S
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.observe.logs import report_silence
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
@@ -26,7 +27,7 @@ class Heartbeats:
         Args:
             longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
         """
-        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s
+        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s + LONGEST_S
         late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
         self._links.connections.forgive(late_s, now)
         for link in self._links.current:

@@ -18,9 +18,6 @@ from typing import Protocol
 
 from kvferry.protocol.time_awake import TimeAwake
 
-_MOST_AWAKE_S = 0.5
-"""Of the time between two ticks: more than there is even on a busy machine."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Admitted:
@@ -91,7 +88,7 @@ class Admission:
         self._lanes: dict[str, _Lane] = {}
         self._counted = 0  # bytes on their way, but for those to receivers that stand still
         self._moved_at = now()
-        self._awake = TimeAwake(most_at_once_s=_MOST_AWAKE_S)
+        self._awake = TimeAwake(stalls_after_s)
         self._turns = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
         self._ready: list[tuple[int, str]] = []

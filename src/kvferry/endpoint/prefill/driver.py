@@ -20,6 +20,7 @@ from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import refused
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
+from kvferry.endpoint.runtime.rests import LONGEST_S
 from kvferry.endpoint.runtime.run_queue import Waker
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.endpoint.runtime.workers import WorkerPool
@@ -413,7 +414,7 @@ class PrefillDriver(Loop):
         self.rooms.look(now)
         if self.rooms.draining.has_begun:
             self.drain()
-        late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S)
+        late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S + LONGEST_S)
         for peer in self.ranks.peers():
             peer.last_message_at = min(now, peer.last_message_at + late_s)
             silence_s = now - peer.last_message_at

@@ -36,7 +36,9 @@ _TRIAL_S = 1e-4
 _FREE_S = 0.1
 """After a trial that found the lock free no wait counts, and nobody rests."""
 
-_LONGEST_S = 1.0
+LONGEST_S = 1.0
+"""How long a rest is at most, and so by how much a look may come later than it should while all is well."""
+
 _SUSPICIONS = 4
 _MOST_SUSPICIONS = 5
 """One rest alone says little: it ends late also where a processor is short, and a trial in time also where another
@@ -102,7 +104,7 @@ class Rests:
             # All come back at the same moment: those that wait for the lock together take it once. And they do so when
             # as much is saved up again: few long rests cost fewer takes than many short ones.
             if self._rests_until <= now:
-                self._rests_until = now + min(self._paid_until - now + _SAVED_UP_S, _LONGEST_S)
+                self._rests_until = now + min(self._paid_until - now + _SAVED_UP_S, LONGEST_S)
             until = self._rests_until
         self._sleep(max(0.0, until - now))
         if until <= self._judged_until:  # others were back before: it was taken by then, and counts as theirs

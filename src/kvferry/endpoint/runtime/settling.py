@@ -4,6 +4,10 @@ A transport that reports an error sends nothing more. What it had sent lies in b
 the receiver's processor comes to it: after the error. Until then the receiver's memory is not its own again. Both sides
 count: the writer before it says that nothing is on its way, and the receiver, which may have been frozen all that time
 and reads its sockets only now, from then on.
+
+The writer's kernel sends whether or not the writer runs, so that there a late look loses nothing but a jump of the
+clock; the receiver must not count the time of its own freeze. Hence on both sides half of the time at most counts at a
+look.
 """
 
 from __future__ import annotations
@@ -13,24 +17,19 @@ from collections.abc import Callable
 
 from kvferry.protocol.time_awake import TimeAwake
 
-_MOST_AT_ONCE_S = 0.05
-"""Of the time between two looks. A worker looks every millisecond unless it is busy; a clock that jumps, or a machine
-that stood still, must not add up to what is waited for."""
-
 
 class Settling:
     """Counts the time since each write failed. For one thread."""
 
-    def __init__(self, settle_s: float, now: Callable[[], float], *, most_at_once_s: float = _MOST_AT_ONCE_S) -> None:
+    def __init__(self, settle_s: float, now: Callable[[], float]) -> None:
         """Starts with no writes.
 
         Args:
             settle_s: how long what was sent may take to arrive.
-            most_at_once_s: the most that counts between two looks; longer than they are apart while all is well.
         """
         self._settle_s = settle_s
         self._now = now
-        self._awake = TimeAwake(most_at_once_s=most_at_once_s)
+        self._awake = TimeAwake(settle_s)
         self._awake_s = 0.0  # that has passed
         self._failed: deque[tuple[float, Callable[[], None]]] = deque()  # with when they settle, in that time
 
@@ -45,7 +44,7 @@ class Settling:
     def look(self) -> bool:
         """Calls `on_settled` of those that have settled; returns whether there were any. Must be called often.
 
-        Of a longer time between two calls only a part counts: this process was frozen, or its clock jumped.
+        Of a long time between two calls only a part counts: this process was frozen, or its clock jumped.
         """
         self._awake_s += self._awake.passed_s(self._now())
         has_settled = False

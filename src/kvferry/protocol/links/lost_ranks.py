@@ -13,8 +13,6 @@ from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.time_awake import TimeAwake
 from kvferry.protocol.wire.field_types import ProcessIdentity
 
-_MOST_AT_ONCE_S = 0.5
-
 
 @dataclass(slots=True)
 class LostRank:
@@ -42,7 +40,7 @@ class LostRanks:
         """
         self._settle_s = settle_s
         self._lost: dict[str, LostRank] = {}
-        self._awake = TimeAwake(most_at_once_s=_MOST_AT_ONCE_S)
+        self._awake = TimeAwake(settle_s)
 
     def __len__(self) -> int:
         return len(self._lost)
@@ -86,10 +84,10 @@ class LostRanks:
             lost.proof = proof
 
     def take_settled(self, now: float) -> list[str]:
-        """Returns and forgets the ranks that are proved not to write again. Must be called several times a second.
+        """Returns and forgets the ranks that are proved not to write again. Must be called often.
 
-        Of a longer time between two calls only half a second counts: this process was frozen or suspended, and what the
-        network had for it did not arrive.
+        Of a long time between two calls only a part counts: this process was frozen or suspended, and what the network
+        had for it did not arrive.
         """
         passed_s = self._awake.passed_s(now)
         for lost in self._lost.values():
