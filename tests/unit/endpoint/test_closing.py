@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import torch
 import zmq
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, Request, Requests
@@ -805,6 +806,58 @@ def test_pages_that_are_no_integers_are_refused_on_both_sides(pair: Callable[...
             call()
     sender.abort()
     assert requests.decode.endpoints[0].open_rooms == 0
+
+
+@pytest.mark.parametrize(
+    ("made", "says"),
+    [
+        (lambda: torch.arange(3, device="meta"), r"a Tensor \(torch.int64, meta, torch.strided\)"),
+        (lambda: torch.arange(3).to_sparse(), r"a Tensor \(torch.int64, cpu, torch.sparse_coo\)"),
+        (lambda: torch.ones(3, dtype=torch.bfloat16), r"a Tensor \(torch.bfloat16, cpu, torch.strided\)"),
+        (lambda: torch.ones(3, requires_grad=True), r"a Tensor \(torch.float32, cpu, torch.strided\)"),
+        (lambda: [torch.ones(1, requires_grad=True)], "a list: "),
+    ],
+)
+def test_pages_in_a_tensor_that_cannot_be_read_are_refused_on_both_sides(
+    pair: Callable[..., Requests], made: Callable[[], Any], says: str
+):
+    requests, pages = pair(), made()
+    sender = requests.prefill.endpoints[0].open(1)
+    for call in (lambda: sender.submit(pages), lambda: requests.decode.endpoints[0].open(1, pages)):
+        with pytest.raises(PageError, match=f"room 1: no page numbers can be read from {says}.*NumPy array of int64"):
+            call()
+    sender.submit([0])  # a refused chunk changes nothing
+    sender.abort()
+    assert requests.decode.endpoints[0].open_rooms == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ({"engine": None}, SettingsError, "None cannot be an engine's name"),
+        ({"engine": b"prefill"}, SettingsError, "b'prefill' cannot be an engine's name"),
+        ({"prefill_dp_rank": None}, LayoutError, "prefill_dp_rank is None: it must be an integer"),
+        ({"prefill_dp_rank": "0"}, LayoutError, "prefill_dp_rank is '0': it must be an integer"),
+    ],
+)
+def test_what_is_no_name_and_no_number_names_no_prefill_engine(
+    pair: Callable[..., Requests], arguments: dict[str, Any], error: type[KVFerryError], says: str
+):
+    decode = pair().decode.endpoints[0]
+    for call in (
+        lambda: decode.open(1, [0], **arguments),
+        lambda: decode.refuse(1, "no memory", **arguments),
+        lambda: decode.connect(**{"engine": "prefill", **arguments}),
+    ):
+        with pytest.raises(error, match=says):
+            call()
+    assert decode.open_rooms == 0
+
+
+@pytest.mark.parametrize("kind", [PrefillEndpoint, DecodeEndpoint])
+def test_what_is_no_name_makes_no_endpoint(registry_url: str, kind: Any):
+    with pytest.raises(SettingsError, match="None cannot be an engine's name"):
+        kind(MEMORY.layout, engine=None, settings=Settings(registry_url=registry_url))
 
 
 @pytest.mark.parametrize("as_array", [False, True])

@@ -30,7 +30,6 @@ _SHARDED = "SGLang itself shards their pages with --disaggregation-transfer-back
 _UNIFIED = "tests/real_engines/sglang/test_unified.py::"
 _FUSED = "SGLang itself can list them for no backend: leave --enable-unified-memory or the draft model away"
 _PAGE_MAJOR = "SGLang itself makes and lists them for no backend: leave --enable-page-major-kv-layout away"
-_SPARSE = "the index of sparse attention is not transferred yet"
 _HOST = "SGLang itself transfers them with its Mooncake backend alone: leave --enable-hisparse away"
 _NPU = "only pools of cpu and cuda are"
 _PART = "it is a part of another pool, and never a model's own"

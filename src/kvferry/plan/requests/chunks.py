@@ -371,6 +371,13 @@ def _integers(pages: ArrayLike, where: str) -> Pages:
         given = np.asarray(pages)
     except ValueError as error:
         raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
+    except Exception as error:  # a tensor's own: of a device, sparse, with gradients, of a type that NumPy lacks
+        about = [str(getattr(pages, name)) for name in ("dtype", "device", "layout") if hasattr(pages, name)]
+        given_as = type(pages).__name__ + (f" ({', '.join(about)})" if about else "")
+        raise PageError(
+            f"{where}: no page numbers can be read from a {given_as}: {error}; hand in a flat sequence of integers in "
+            "main memory, a NumPy array of int64 for one"
+        ) from error
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
     if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:

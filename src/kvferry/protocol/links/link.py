@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Protocol
+from typing import Protocol, SupportsIndex
 
 import msgspec
 
@@ -68,7 +68,7 @@ class LinkKey:
 
     Raises:
         SettingsError: if no engine can have that name.
-        LayoutError: if the group's number is negative.
+        LayoutError: if the group's number is negative, or none.
     """
 
     engine: str
@@ -76,6 +76,8 @@ class LinkKey:
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
+        if not isinstance(self.dp_rank, SupportsIndex):
+            raise LayoutError(f"prefill_dp_rank is {self.dp_rank!r}: it must be an integer")
         if self.dp_rank < 0:
             raise LayoutError(f"prefill_dp_rank is {self.dp_rank}: it must not be negative")
 

@@ -44,7 +44,7 @@ def check_engine_name(engine: str) -> None:
         SettingsError: if the name is empty, longer than 128 characters, or has characters other than letters,
             digits and `. _ : @ -`, of which the first must be a letter or a digit.
     """
-    if not _ENGINE_NAME.fullmatch(engine):
+    if not (isinstance(engine, str) and _ENGINE_NAME.fullmatch(engine)):
         raise SettingsError(
             f"{_quoted(engine)} cannot be an engine's name: use 1 to 128 letters, digits and . _ : @ -, "
             "beginning with a letter or a digit"
@@ -174,4 +174,4 @@ def check_text(name: str, text: str, longest: int) -> None:
 
 def _quoted(text: str) -> str:
     """Quotes a text as in a program, cut short: a message stays readable whatever the text."""
-    return repr(text) if len(text) <= 80 else f"{text[:80]!r}... ({len(text)} characters)"
+    return repr(text) if not isinstance(text, str) or len(text) <= 80 else f"{text[:80]!r}... ({len(text)} characters)"
