@@ -536,6 +536,26 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
         early.senders[0].wait(WAIT_S)
 
 
+def test_a_room_that_both_sides_have_open_ends_when_its_decode_rank_connects_anew_and_takes_nothing_back(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    """Its aborts may all be lost, and it repeats them only for a while."""
+    requests = pair()
+    (prefill,), links = requests.prefill.endpoints, requests.decode.endpoints[0]._driver.rooms.links
+    monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda *_, **__: None)
+    request, error = requests.new(1), PeerDisconnectedError("the test wants it so")
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    eventually("both have it open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    (link,) = links.current
+    links._context.submit(lambda now: links.fail(link, error, now))
+    with pytest.raises(TransferFailedError, match="the test wants it so"):
+        request.receivers[0].wait(WAIT_S)
+    requests.connect()
+    with pytest.raises(TransferFailedError, match="it connects anew, and has given up what it had opened"):
+        request.senders[0].wait(WAIT_S)
+
+
 def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[..., Engines]):
     both = engines(**QUICK)
     requests = Requests(both.prefill(Model()), both.decode(Model()))

@@ -11,6 +11,7 @@ from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTi
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
+    AnswersOverdue,
     AwaitArrival,
     Connected,
     ConnectFailed,
@@ -358,6 +359,20 @@ def test_a_lost_rank_keeps_the_pages_until_it_is_known_to_be_quiet():
     assert receiver.undrained == [1]
     run(receiver, SenderDrained(1))
     assert receiver.are_pages_reusable
+
+
+def test_a_room_whose_ranks_never_answer_is_done_once_that_is_overdue_unless_one_may_write_to_its_pages():
+    receiver = machine()
+    run(receiver, connected(0, 1, ranks=3), ConnectFailed(OSError("no heartbeat")), SenderDrained(1))
+    assert receiver.unanswered == [0, 2]
+    assert run(receiver, AnswersOverdue()) == []
+    assert (receiver.unanswered, receiver.undrained) == ([0], [0]), "it is asked for the sake of the pages"
+    assert not receiver.are_pages_reusable
+    staged = machine()
+    run(staged, replace(connected(0, ranks=2), into_pages=frozenset()), ConnectFailed(OSError("no heartbeat")))
+    assert (staged.are_pages_reusable, staged.unanswered, staged.is_done) == (True, [0, 1], False)
+    run(staged, AnswersOverdue())
+    assert (staged.unanswered, staged.is_done) == ([], True)
 
 
 def test_an_unexpected_error_of_ours_fails_the_room_like_any_other():

@@ -1,8 +1,9 @@
 """The one thread of a decode endpoint: it waits, and drives messages, arrivals and time; `rooms` has the rest.
 
 The thread owns everything that it touches; callers queue work for it and wake it. Messages wake it, too, but no
-transport says by itself that bytes have arrived. So while rooms are open it looks, ever less often the longer nothing
-has happened; when there are none it sleeps for half a second, or until it is woken.
+transport says by itself that bytes have arrived. So while rooms run it looks, ever less often the longer nothing has
+happened; when there are none, or all have ended and only wait for what prefill ranks say, it sleeps for half a second,
+or until it is woken.
 """
 
 from __future__ import annotations
@@ -152,8 +153,9 @@ class DecodeDriver(Loop):
 
     def _wait(self) -> Collection[Connection]:
         """Waits for what there is to do; returns the connections that have news."""
-        if not self.rooms.open:
-            return self.context.end.wait(_LINKS_OPEN_MS if self._links.are_awaited else _IDLE_MS)
+        if not self.rooms.any_runs:
+            is_near = self._links.are_awaited or self.context.settling
+            return self.context.end.wait(_LINKS_OPEN_MS if is_near else _IDLE_MS)
         now = self._now()
         sleep_s = _SLEEPS.next_s(now - self.rooms.last_news_at)
         if sleep_s < _MESSAGES_S and now < self._next_messages_at:

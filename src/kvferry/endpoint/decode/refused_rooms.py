@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.repetition import Repetition
 from kvferry.errors import MessageError
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import messages
@@ -26,9 +27,7 @@ class Refusal:
         link: through which it would have been opened.
         generation: distinguishes it from other refusals of the number.
         holder: as in `RefuseRoom`.
-        until: when to give up on ranks that do not answer.
-        repeat_at: when to tell these again.
-        pause_s: how long to wait after that: ever longer, since few messages are lost where no connection breaks.
+        again: when to tell ranks again that do not answer, and when to give up on them.
         answered: engine ranks that know.
     """
 
@@ -37,9 +36,7 @@ class Refusal:
     generation: int
     reason: str
     holder: int | None
-    until: float
-    repeat_at: float
-    pause_s: float
+    again: Repetition
     answered: set[int] = field(default_factory=set)
 
     @property
@@ -61,9 +58,7 @@ class Refusals:
         """Begins with none."""
         self._identity = context.identity
         self._connections = connections
-        self._pause_s = context.settings.heartbeat_interval_s  # to wait for an answer at first
-        self._keep_s = context.settings.bootstrap_timeout_s  # to tell a rank that does not answer
-        self._most = context.settings.max_rooms  # are kept; the oldest are dropped
+        self._settings = context.settings
         self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
         self._count_of: Counter[Link] = Counter()  # the same, counted by link
 
@@ -89,14 +84,12 @@ class Refusals:
             generation,
             reason,
             holder,
-            until=now + self._keep_s,
-            repeat_at=now + self._pause_s,
-            pause_s=2 * self._pause_s,
+            again=Repetition.begun(now, self._settings, keep_s=self._settings.bootstrap_timeout_s),
         )
         self.forget(room)  # the latest is what counts
         self._refusals[room] = refusal
         self._count_of[link] += 1
-        while len(self._refusals) > self._most:
+        while len(self._refusals) > self._settings.max_rooms:  # the oldest are dropped
             self.forget(next(iter(self._refusals)))
         self._tell(refusal)
 
@@ -106,17 +99,16 @@ class Refusals:
             if refusal.link is link:
                 self._tell(refusal)
 
-    def repeat(self, now: float, *, is_due: bool = False) -> None:
+    def repeat(self, now: float, *, at_once: bool = False) -> None:
         """Tells again whoever has not answered for a while, and gives up on those that have not for long.
 
         Args:
-            is_due: whether to tell them now: a connection broke, and may have lost it.
+            at_once: whether to tell them now: a connection broke, and may have lost it.
         """
         for room, refusal in list(self._refusals.items()):
-            if now >= refusal.until:
+            if now >= refusal.again.until:
                 self.forget(room)
-            elif is_due or now >= refusal.repeat_at:
-                refusal.repeat_at, refusal.pause_s = now + refusal.pause_s, 2 * refusal.pause_s
+            elif refusal.again.is_due(now, at_once=at_once):
                 self._tell(refusal)
 
     def forget(self, room: int) -> None:

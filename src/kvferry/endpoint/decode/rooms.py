@@ -16,6 +16,7 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
+from kvferry.endpoint.decode.repetition import Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
@@ -31,6 +32,7 @@ from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import (
+    AnswersOverdue,
     AwaitArrival,
     ConnectFailed,
     Drop,
@@ -75,7 +77,9 @@ class ReceivingRooms:
         self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
         self.open: dict[int, ReceivingRoom] = {}
-        self._unanswered: dict[ReceivingRoom, None] = {}  # that are over here, and may not be everywhere
+        # Those of them that have ended here, and may not have everywhere; and of these, those that hold no pages.
+        self._ended: dict[ReceivingRoom, Repetition] = {}
+        self._unanswered: set[ReceivingRoom] = set()
         self._timers: Timers[ReceivingRoom] = Timers()
         self.last_news_at = 0.0
         self.arrivals = Arrivals(context, self.open, self.apply)
@@ -119,7 +123,7 @@ class ReceivingRooms:
             check_may_open(
                 room.room,
                 self.open,
-                most=self._context.settings.max_rooms,
+                most=self._context.settings.max_rooms + len(self._unanswered),
                 who=f"decode rank {self._context.identity.coordinates.engine_rank}",
                 is_closed=self.is_closed,
                 refusal=None if self.draining.takes_rooms else self.draining.refusal(room.room),
@@ -158,8 +162,17 @@ class ReceivingRooms:
 
     @property
     def is_drained(self) -> bool:
-        """Whether the endpoint drains, takes no new rooms, and nothing is open or may still be written to."""
-        return self.draining.awaits_none and not self.open
+        """Whether the endpoint drains, takes no new rooms, and nothing is open or may still be written to.
+
+        Once it is overdue, ranks that have not confirmed the end of a room are not waited for.
+        """
+        num_open = len(self.open)  # first: a room that is forgotten meanwhile must not make up for one that is not
+        return self.draining.awaits_none and num_open == (len(self._unanswered) if self.draining.is_overdue else 0)
+
+    @property
+    def any_runs(self) -> bool:
+        """Whether a room has not ended here: what arrives is looked for."""
+        return len(self.open) > len(self._ended)
 
     def close(self) -> None:
         """Aborts all rooms and opens no more. May be called again."""
@@ -215,7 +228,7 @@ class ReceivingRooms:
         elif is_open:
             self._timers.set(room, room.machine.deadline)
             if room.machine.state.is_final:
-                self._unanswered[room] = None
+                self._keep_asking(room, now)
         had_ended = room.receiver.stats.ended_at is not None
         room.show(now)
         if room.machine.state.is_final and not had_ended:
@@ -225,11 +238,26 @@ class ReceivingRooms:
             if not (isinstance(command, SendOpen) and room.machine.state.is_final):
                 self._execute(room, command, now)
 
+    def _keep_asking(self, room: ReceivingRoom, now: float) -> None:
+        """Has the aborts of a room that has ended here repeated. What is kept for the answers alone has an end.
+
+        A rank that was given up has been silent for long, and that as long again: if it lives it has given us up, too,
+        and hears of the end when we connect anew.
+        """
+        if room not in self._ended:
+            settings = self._context.settings
+            is_lost = room.link is not None and room.link.is_given_up
+            keep_s = settings.peer_timeout_s if is_lost else settings.bootstrap_timeout_s
+            self._ended[room] = Repetition.begun(now, settings, keep_s=keep_s)
+        if room.machine.are_pages_reusable:
+            self._unanswered.add(room)
+
     def _forget(self, room: ReceivingRoom, now: float) -> None:
         """Drops a room that is done, and tells the prefill side if it has waited for its link until then."""
         del self.open[room.room]
         self._timers.set(room, None)
-        self._unanswered.pop(room, None)
+        self._ended.pop(room, None)
+        self._unanswered.discard(room)
         if room.link is None:
             return
         rooms = self.links.rooms_of[room.link]
@@ -319,11 +347,12 @@ class ReceivingRooms:
 
     def broke(self, address: str, now: float) -> None:
         """A connection broke: asks again what may be lost of it, or the answer."""
-        self.refusals.repeat(now, is_due=True)
+        self.refusals.repeat(now, at_once=True)
         self.heartbeats.broke(address, now)
         links = self.links.connections.through(address)
-        for room in [room for room in self._unanswered if room.link in links]:
-            self._ask_to_stop(room, now)
+        for room, again in list(self._ended.items()):
+            if room.link in links and again.is_due(now, at_once=True):
+                self._ask_to_stop(room, now)
 
     def received(self, address: str, message: messages.RoomFailed | messages.Drained, now: float) -> None:
         """Takes what the prefill rank at an address says of a room."""
@@ -356,11 +385,18 @@ class ReceivingRooms:
                 self.apply(room, Tick(), now)
 
     def repeat(self, now: float) -> None:
-        """Asks again what was not answered: a connection that broke, or was silent, may have lost it or the answer."""
-        self.refusals.repeat(now, is_due=self.heartbeats.renew_silent(now))
+        """Asks again what was not answered: a connection that broke, or was silent, may have lost it or the answer.
+
+        Rooms that hold no pages are forgotten where it was not answered for too long.
+        """
+        is_due = self.heartbeats.renew_silent(now)
+        self.refusals.repeat(now, is_due=is_due)
         self.links.ask_about_lost_ranks(now)
-        for room in list(self._unanswered):
-            self._ask_to_stop(room, now)
+        for room, again in list(self._ended.items()):
+            if now >= again.until and room in self._unanswered:
+                self.apply(room, AnswersOverdue(), now)
+            elif again.is_due(now, at_once=is_due):
+                self._ask_to_stop(room, now)
 
     def _ask_to_stop(self, room: ReceivingRoom, now: float) -> None:
         """Repeats a room's aborts to ranks that have not answered."""

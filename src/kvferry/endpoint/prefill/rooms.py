@@ -329,12 +329,14 @@ class SendingRooms:
         )
 
     def attached(self, receiver: str, rank: DecodeRank) -> None:
-        """A decode rank connects, perhaps anew: then it has given up what it had opened."""
+        """A decode rank connects, perhaps anew: then it has given up what it had opened, whether or not it says so."""
+        reason = "it connects anew, and has given up what it had opened"
         with self._lock:
-            dropped = self.table.attached(receiver)
-        for room, generation in dropped:
-            reason = "it connects anew, and has given up what it had opened"
-            self._not_opened(receiver, rank, room, generation, reason)
+            rooms, dropped = self.table.given_to(receiver), self.table.attached(receiver)
+        for room in rooms:
+            room.post(ReceiverLost(receiver, PeerDisconnectedError(reason)))
+        for number, generation in dropped:
+            self._not_opened(receiver, rank, number, generation, reason)
 
     def lost(self, receiver: str, rank: DecodeRank | None, error: KVFerryError) -> None:
         """Fails the rooms of a decode rank that is not connected any more.

@@ -339,7 +339,11 @@ class RoomTable(Generic[RoomT]):
                 aborts.append(opened.abort)
             else:
                 self._dropped.put((receiver, request.room), request.generation, now, limit=self._max_pending)
-        return [self.rooms[room] for room, receivers in self._given.items() if receiver in receivers], aborts
+        return self.given_to(receiver), aborts
+
+    def given_to(self, receiver: str) -> list[RoomT]:
+        """Returns the open rooms that a decode rank has opened."""
+        return [self.rooms[room] for room, receivers in self._given.items() if receiver in receivers]
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""

@@ -17,6 +17,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_events import (
+    AnswersOverdue,
     AwaitArrival,
     Connected,
     ConnectFailed,
@@ -180,6 +181,9 @@ class ReceiverMachine:
                 return self._drained(rank, after_failure=after_failure)
             case SenderSettled(rank):
                 self._expected[rank].is_drained = True
+                return []
+            case AnswersOverdue():
+                self._unanswered &= set(self.undrained)
                 return []
             case AbortRequested(reason):
                 return self._fail(TransferAbortedError(f"room {self.room} was aborted by the decode side: {reason}"))

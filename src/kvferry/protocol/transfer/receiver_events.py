@@ -91,6 +91,14 @@ class SenderSettled:
     writer: int
 
 
+@dataclass(frozen=True, slots=True)
+class AnswersOverdue:
+    """Ranks that were asked to stop have not answered for so long that they are not waited for any more.
+
+    Pages that one of them may write to stay held all the same.
+    """
+
+
 ReceiverEvent: TypeAlias = (
     Connected
     | ConnectFailed
@@ -101,6 +109,7 @@ ReceiverEvent: TypeAlias = (
     | RoomFailed
     | SenderDrained
     | SenderSettled
+    | AnswersOverdue
     | AbortRequested
     | Broke
     | Tick
