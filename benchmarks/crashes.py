@@ -123,6 +123,9 @@ def cycle(decode: kf.DecodeEndpoint, rank: Prefill, rooms: int) -> tuple[float, 
     receivers = [decode.open(room, [2 * room, 2 * room + 1], engine=ENGINE) for room in range(rooms)]
     rank.go_on()
     rank.expect("half-way")
+    early = [str(each.error) for each in receivers if each.state.is_final]
+    if early:
+        sys.exit(f"{len(early)} rooms failed before the crash: {early[0]}")
     rank.kill()
     killed_at = time.monotonic()
     failed_at = eventually("all rooms fail", lambda: all(each.state.is_final for each in receivers))
@@ -154,7 +157,7 @@ def main() -> None:
         return
     logging.disable()  # every room of every crash
     with RegistryServer(port=0, lease_s=1.0) as registry:
-        times = {"heartbeat_interval_s": 0.2, "peer_timeout_s": 3.0, "quarantine_s": 0.2}
+        times = {"heartbeat_interval_s": 0.2, "peer_timeout_s": 5.0, "quarantine_s": 0.2}
         settings = kf.Settings(registry_url=registry.url, **times)
         os.environ["KVFERRY_REGISTRY_URL"] = registry.url
         os.environ.update({f"KVFERRY_{name.upper()}": str(value) for name, value in times.items()})

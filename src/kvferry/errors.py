@@ -13,7 +13,7 @@
     |   |-- PageError               pages out of range, repeated, or too few or too many
     |   |-- QueueFullError          too much waits already: nothing was taken, try again later
     |   |-- EndpointClosedError     the endpoint was closed
-    |   `-- EndpointDrainingError   the endpoint is draining: ask another engine
+    |   `-- EndpointDrainingError   the endpoint is draining, or was replaced: ask another engine
     |-- PeerError                   the peer broke the rules
     |   |-- MessageError            bytes that are no message of ours
     |   |   `-- UnknownMessageError a message of a type that a newer release has; it is ignored
@@ -27,6 +27,7 @@
     |   |-- RegistryUnreachableError
     |   |-- RegistryAccessError     the registry has a secret, and this side none or another
     |   `-- RegistrationRefusedError
+    |       `-- RankReplacedError   another start of the rank has registered in its place
     |-- OrchestratorError           the Kubernetes API refused or could not be reached
     |-- ObserveError                metrics and status cannot be served, or asked for
     `-- TransferError               how a transfer ended, if not well
@@ -109,7 +110,7 @@ class EndpointClosedError(UsageError):
 
 
 class EndpointDrainingError(UsageError):
-    """The endpoint is draining: what is open goes on, and whatever is new is for another engine."""
+    """The endpoint is draining, so that what is open goes on, or was replaced; what is new is for another engine."""
 
 
 class PeerError(KVFerryError):
@@ -168,6 +169,10 @@ class RegistryAccessError(RegistryError):
 
 class RegistrationRefusedError(RegistryError):
     """The registry refused a rank's registration."""
+
+
+class RankReplacedError(RegistrationRefusedError):
+    """Another start of the rank has registered in this one's place. The message says where it is."""
 
 
 class OrchestratorError(KVFerryError):

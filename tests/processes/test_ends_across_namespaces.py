@@ -7,22 +7,18 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.support.caches import Model, Shape, pool
+from tests.support.containers import OWN, Container, container
 from tests.support.engines import new_engine_name
 from tests.support.kubernetes import KubernetesApi
-from tests.support.namespaces import unshare
 from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -33,61 +29,9 @@ from kvferry.observe.status import LostPeerStatus
 
 skip_unless_installed()
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = 4
 TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
 """A busy machine must not have a living rank taken for lost: it would come back, and say that it is through."""
-
-
-OWN = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
-
-
-@dataclass(slots=True)
-class Container:
-    """A process in a namespace of process numbers of its own."""
-
-    process: subprocess.Popen[str]
-    inside: int  # the number that the prefill rank has here
-
-    def kill(self) -> None:
-        """Ends all of it at once, as the kernel does."""
-        os.kill(self.inside, signal.SIGKILL)
-        self.process.wait()
-
-    def say(self, line: str) -> str:
-        """Writes a line to it, and returns its answer."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline().strip()
-
-
-@contextmanager
-def container(engine: str, settings: dict[str, Any], begin: Sequence[str] = OWN) -> Iterator[Container]:
-    """Runs a prefill rank in a container until the end.
-
-    Args:
-        begin: how its command line begins: with what makes the container, or enters one. Without any it runs here.
-    """
-    variables = {f"KVFERRY_{name.upper()}": str(value) for name, value in settings.items()}
-    paths = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
-    if begin:
-        unshare("--pid", "--fork", "--mount-proc")  # skips where it must not be made
-    with subprocess.Popen(
-        [*begin, sys.executable, "-m", "tests.support.lonely_prefill", engine],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **variables, "PYTHONPATH": paths},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline().strip() == "registered"
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-            yield Container(process, int(children[0]) if begin else process.pid)
-        finally:
-            process.kill()
 
 
 class Scene:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from msgspec import structs
 
-from kvferry.errors import RegistrationRefusedError
+from kvferry.errors import RankReplacedError, RegistrationRefusedError
 from kvferry.protocol.wire.registrations import MOST_NAMED, EngineView, RankRegistration
 
 _REPLACED_REMEMBERED = 8
@@ -26,13 +26,15 @@ def replaced_by(registration: RankRegistration, held: RankRegistration, replaced
         replaced: the incarnations that this one had replaced.
 
     Raises:
-        RegistrationRefusedError: if the registration is of one of these.
+        RankReplacedError: if the registration is of one of these; or of one that another registry, or this one before
+            it forgot, knew to be replaced.
     """
-    if registration.incarnation in replaced:
-        raise RegistrationRefusedError(
+    yields = registration.yields and registration.incarnation != held.incarnation
+    if yields or registration.incarnation in replaced:
+        raise RankReplacedError(
             f"{named(registration)} at {registration.control_address} (incarnation "
             f"{registration.incarnation!r}) was replaced by a newer start at "
-            f"{held.control_address} (incarnation {held.incarnation!r}): if both "
+            f"{held.control_address} (incarnation {held.incarnation!r}): end this one, or if both "
             "are meant to run, give the engines different names"
         )
     if registration.incarnation != held.incarnation:

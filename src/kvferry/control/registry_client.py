@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
+from msgspec import structs
 
 from kvferry._version import __version__
 from kvferry.answers import Answer, request
@@ -34,6 +35,7 @@ from kvferry.control.registry_messages import (
 from kvferry.control.renewals import Renewals
 from kvferry.errors import (
     KVFerryError,
+    RankReplacedError,
     RegistrationRefusedError,
     RegistryAccessError,
     RegistryError,
@@ -371,7 +373,9 @@ class RegistryClient(Registry):
     def _answer_or_refusal(self, answer: Answer, decoder: msgspec.json.Decoder[AnswerT]) -> AnswerT:
         problem = self._problem(answer.body) if 400 <= answer.status < 500 else None
         if problem is not None:
-            raise RegistrationRefusedError(f"the registry at {self._url} refused: {problem.message}")
+            is_replaced = problem.error == RankReplacedError.__name__
+            kind = RankReplacedError if is_replaced else RegistrationRefusedError
+            raise kind(f"the registry at {self._url} refused: {problem.message}")
         return self._answer(answer, decoder)
 
     def _answer(self, answer: Answer, decoder: msgspec.json.Decoder[AnswerT]) -> AnswerT:
@@ -425,6 +429,8 @@ class LeaseKeeper:
         registered: set while the registry holds the rank's lease, as far as this side knows: from a success
             until a refusal, until the lease would have run out, or until close.
         last_error: the latest failure since the last success, or None.
+        replaced: that another start of the rank has its place, as far as this side knows: from the refusal that says so
+            until a success, or None. Once replaced the rank yields: it never takes the place of one that lives.
     """
 
     def __init__(
@@ -442,6 +448,8 @@ class LeaseKeeper:
         self._renewals = Renewals(shortest_retry_s=shortest_retry_s, longest_retry_s=longest_retry_s, jitter=jitter)
         self.registered = threading.Event()
         self.last_error: Exception | None = None
+        self.replaced: RankReplacedError | None = None
+        self._yields = False
         self._client = client
         self._registration = registration
         self._on_problem = on_problem
@@ -532,15 +540,17 @@ class LeaseKeeper:
         # The lease runs from when the registry got the request: counted from here, it is never overrated.
         asked_at = self._now()
         try:
-            grant = self._client.grant(self._registration)
+            grant = self._client.grant(structs.replace(self._registration, yields=self._yields))
         except Exception as error:
+            if isinstance(error, RankReplacedError):
+                self.replaced, self._yields = error, True
             is_unwanted = isinstance(error, (RegistrationRefusedError, RegistryAccessError))
             if is_unwanted or self._now() >= self._lease_ends_at:
                 self.registered.clear()
             self._report(error)
             return self._renewals.failed(timed_out=isinstance(error, RegistryUnreachableError) and error.timed_out)
         self._lease_ends_at = asked_at + grant.lease_s
-        self.last_error = None
+        self.last_error = self.replaced = None
         self.registered.set()
         if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
             self._was_told_to_drain = True

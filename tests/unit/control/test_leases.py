@@ -13,7 +13,7 @@ from tests.support.registered_ranks import rank
 from tests.support.tiers import examples
 
 from kvferry.control.leases import Leases
-from kvferry.errors import LayoutError, RegistrationRefusedError, SettingsError
+from kvferry.errors import LayoutError, RankReplacedError, RegistrationRefusedError, SettingsError
 from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 
@@ -106,6 +106,21 @@ def test_a_replaced_incarnation_cannot_take_the_rank_back_while_its_successor_li
     with pytest.raises(RegistrationRefusedError):
         registrations.register(rank(0, incarnation="older"), now=12.9)
     registrations.register(rank(0, incarnation="older"), now=13.0)
+
+
+def test_a_rank_that_was_replaced_before_takes_no_place_of_one_that_a_registry_without_memory_has():
+    older = rank(0, incarnation="older", yields=True)
+    forgetful = Leases(LEASE_S)
+    forgetful.register(rank(0, incarnation="newer"), now=0.0)
+    with pytest.raises(RankReplacedError, match=r"'older'.*replaced.*'newer'.*different names"):
+        forgetful.register(older, now=1.0)
+    assert not forgetful.remove("prefill", 0, "older")
+    came_first = Leases(LEASE_S)
+    came_first.register(older, now=0.0)
+    came_first.register(older, now=1.0)
+    came_first.register(rank(0, incarnation="newer"), now=2.0)
+    with pytest.raises(RankReplacedError):
+        came_first.register(older, now=3.0)
 
 
 def test_a_replaced_incarnation_may_return_once_its_successor_left():

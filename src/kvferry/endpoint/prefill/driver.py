@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Callable
 
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
@@ -18,6 +17,7 @@ from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import refused
+from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.rests import LONGEST_S
@@ -73,8 +73,7 @@ class PrefillDriver(Loop):
         *,
         platform: Platform,
         observer: Observer,
-        registry_url: str,
-        tell_drain: Callable[[int, bool], None],
+        registration: Registration,
     ) -> None:
         """Registers the memory, listens for decode ranks and starts the threads.
 
@@ -82,8 +81,7 @@ class PrefillDriver(Loop):
             transport: moves the bytes; closed by the control thread, once nothing is on its way any more.
             platform: the machine.
             observer: is told what happens.
-            registry_url: where decode ranks find this one.
-            tell_drain: called while the endpoint drains, with how many rooms are open and whether it has drained.
+            registration: where decode ranks find this one; hears how far a drain is, and says who has its place.
 
         Raises:
             SettingsError: if the port is taken, or a setting is impossible.
@@ -97,7 +95,7 @@ class PrefillDriver(Loop):
         self._platform = platform
         self._observer = observer
         self._now = platform.now
-        self._tell_drain = tell_drain
+        self._registration = registration
         self._welcome = messages.Welcome(
             endpoint=identity.endpoint,
             engine=identity.engine,
@@ -156,7 +154,8 @@ class PrefillDriver(Loop):
             undo.callback(self.workers.stop)
             unasked = UnaskedRooms(
                 f"prefill rank {identity.coordinates.engine_rank} of {identity.engine!r}",
-                f"Does the decode side look for an engine named {identity.engine!r}, at the registry {registry_url}?",
+                f"Does the decode side look for an engine named {identity.engine!r}, at the registry "
+                f"{registration.registry_url}?",
             )
             self.ranks = DecodeRanks(self._context, queue_of=self.workers.queue_of)
             self.rooms = SendingRooms(self._context, self.ranks, self.workers, unasked)
@@ -213,7 +212,7 @@ class PrefillDriver(Loop):
     def drain(self) -> None:
         """Goes on with a drain that has begun, and tells how far it is. From any thread; returns at once."""
         self.rooms.drain()
-        self._tell_drain(self.rooms.num_known, self.rooms.is_drained)
+        self._registration.drain(self.rooms.num_known, is_drained=self.rooms.is_drained)
 
     # ---- closing ------------------------------------------------------------------------------------------------
 
@@ -392,6 +391,8 @@ class PrefillDriver(Loop):
             return PeerError(f"endpoint {message.endpoint!r} speaks through the connection of {identity!r}")
         if self._is_lingering:
             return EndpointClosedError("the prefill endpoint was closed")
+        if self.rooms.replaced is not None:
+            return PeerDisconnectedError(str(self.rooms.replaced))
         if self.ranks.peer(identity) is None and len(self.ranks) >= self._settings.max_decode_ranks:
             return PeerError(f"{len(self.ranks)} decode ranks are connected already (KVFERRY_MAX_DECODE_RANKS)")
         return None
@@ -407,11 +408,28 @@ class PrefillDriver(Loop):
         self._observer.peer_lost(receiver, error)
         self.rooms.lost(receiver, self.ranks.give_up(receiver, error), error)
 
+    def _look_whether_replaced(self) -> None:
+        """Serves nobody while another start of this rank has its place at the registry.
+
+        Decode ranks hear of it at once, and look the engine up again. One that drains has made way by itself.
+        """
+        replaced = self._registration.replaced
+        if replaced is None:
+            self.rooms.replaced = None
+        elif self.rooms.replaced is None and not self.rooms.draining.has_begun:
+            reason, peers = str(replaced), self.ranks.peers()
+            for peer in peers:  # first, so that they hear the reason before anything else of their rooms
+                self.send(peer.name, messages.Pong(endpoint=self._identity.endpoint, attached=False, reason=reason))
+            self.rooms.give_way(replaced)
+            for peer in peers:
+                self._give_up(peer.name, PeerDisconnectedError(reason))
+
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
         self.admission.tick()
         self.rooms.look(now)
+        self._look_whether_replaced()
         if self.rooms.draining.has_begun:
             self.drain()
         late_s = self._lateness.seconds(now, most_apart_s=longest_wait_s + 2 * _TICK_S + LONGEST_S)

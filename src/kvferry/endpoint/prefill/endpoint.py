@@ -97,8 +97,7 @@ class PrefillEndpoint(Endpoint):
                 self.settings,
                 platform=self._platform,
                 observer=self._telemetry.observer,
-                registry_url=self.registry_url,
-                tell_drain=self._tell_drain,
+                registration=self._registration,
             )
             undo.pop_all()
             undo.callback(self.close)
@@ -154,9 +153,6 @@ class PrefillEndpoint(Endpoint):
         """
         return self._driver.rooms.is_drained
 
-    def _tell_drain(self, open_rooms: int, is_drained: bool) -> None:
-        self._registration.drain(open_rooms, is_drained=is_drained)
-
     @property
     def _not_found(self) -> str:
         if self._registration.is_registered:
@@ -194,7 +190,8 @@ class PrefillEndpoint(Endpoint):
             UsageError: if the number is out of range, tokens or share_tokens is needed and None, a digest is
                 impossible, or the process was forked from the endpoint's.
             PageError: if the layout gives this rank another number of tokens than share_tokens.
-            EndpointDrainingError: if the endpoint drains, and no decode rank has opened the room here.
+            EndpointDrainingError: if the endpoint drains, and no decode rank has opened the room here; or if another
+                start of the rank has registered in its place.
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()

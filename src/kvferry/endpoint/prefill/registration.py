@@ -9,6 +9,7 @@ from msgspec import structs
 
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
+from kvferry.errors import RankReplacedError
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
@@ -98,6 +99,11 @@ class Registration:
     def error(self) -> Exception | None:
         """Why the rank could not be registered, or its lease renewed; None if there was no problem."""
         return self._lease.last_error if self._lease is not None else None
+
+    @property
+    def replaced(self) -> RankReplacedError | None:
+        """That another start of the rank has its place at the registry; None if it has not, as far as is known."""
+        return self._lease.replaced if self._lease is not None else None
 
     def leave(self) -> None:
         """Ends the registration. May be called again."""

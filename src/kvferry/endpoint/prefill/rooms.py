@@ -25,6 +25,7 @@ from kvferry.errors import (
     EndpointDrainingError,
     KVFerryError,
     PeerDisconnectedError,
+    RankReplacedError,
     TransferAbortedError,
     UnknownRoomError,
     UsageError,
@@ -47,6 +48,7 @@ class SendingRooms:
     Attributes:
         table: those that are open, and what waits for others.
         draining: whether new ones are taken.
+        replaced: that another start of this rank has its place at the registry: none are taken then; None if not.
     """
 
     def __init__(self, context: PrefillContext, ranks: DecodeRanks, workers: WorkerPool, unasked: UnaskedRooms) -> None:
@@ -70,6 +72,7 @@ class SendingRooms:
         self._lock = threading.Lock()
         self._is_closed = False
         self._last_ended_at = -inf
+        self.replaced: RankReplacedError | None = None
         self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
         self._timers: Timers[SendingRoom] = Timers()
@@ -177,10 +180,13 @@ class SendingRooms:
             self._fail(receiver, message, error)
 
     def _refusal(self, room: int) -> EndpointDrainingError | None:
-        """Returns why a room is not taken while the endpoint drains; None if it is. Must be called with the lock.
+        """Returns why a room is not taken while the endpoint drains, or is replaced; None if it is.
 
-        One that a decode rank has opened here is: the request was routed before.
+        One that a decode rank has opened here is taken by one that drains: the request was routed before. Must be
+        called with the lock.
         """
+        if self.replaced is not None:
+            return EndpointDrainingError(f"room {room}: {self.replaced}")
         if self.draining.takes_rooms or self.table.is_asked_for(room):
             return None
         return self.draining.refusal(room)
@@ -190,13 +196,23 @@ class SendingRooms:
         with self._lock:
             if not self.draining.takes_rooms:
                 self.table.takes_no_more(self.draining.refusal)
-            rooms = list(self.table.rooms.values()) if self.draining.is_overdue else []
-            pending = self.table.give_up_pending() if self.draining.is_overdue else []
+        if self.draining.is_overdue:
+            self._end_all(self.draining.overdue)
+
+    def give_way(self, error: RankReplacedError) -> None:
+        """Ends all rooms and takes no new ones, until `replaced` is None again: another start has this rank's place."""
+        self.replaced = error
+        self._end_all(str(error))
+
+    def _end_all(self, reason: str) -> None:
+        """Aborts the rooms that are open, and refuses those that decode ranks have opened and our caller has not."""
+        with self._lock:
+            rooms, pending = list(self.table.rooms.values()), self.table.give_up_pending()
         for room in rooms:
             if not room.has_ended:
-                room.post(AbortRequested(self.draining.overdue))
+                room.post(AbortRequested(reason))
         for receiver, message in pending:
-            self._fail(receiver, message, TransferAbortedError(self.draining.overdue))
+            self._fail(receiver, message, TransferAbortedError(reason))
 
     @property
     def is_drained(self) -> bool:

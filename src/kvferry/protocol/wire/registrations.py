@@ -66,6 +66,8 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         drained: whether, besides, nothing is open on it any more.
         open_rooms: how many rooms are, while it drains.
         instance: names this start of the whole engine, the same on all its ranks; empty where the engine names none.
+        yields: whether this start was replaced by another one before. It takes the place of none that lives, also where
+            the registry has forgotten which came first.
 
     Raises:
         SettingsError: if a text is empty, too long or has unprintable characters, or a number is out of
@@ -83,6 +85,7 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
     drained: bool = False
     open_rooms: Annotated[int, msgspec.Meta(ge=0)] = 0
     instance: str = ""
+    yields: bool = False
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
