@@ -467,7 +467,7 @@ CATALOGUE = (
     PlantedFault(
         "rooms go on that a lost decode rank had opened",
         "protocol/rooms/room_table.py",
-        "return [self.rooms[room] for room, receivers in self._given.items() if receiver in receivers], aborts",
+        "return self.given_to(receiver), aborts",
         "return [], aborts",
         "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
     ),
