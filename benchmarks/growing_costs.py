@@ -89,7 +89,7 @@ class Idle(Actor):
     def handle(self, event: object, worker: Worker) -> None:
         pass
 
-    def broke(self, error: Exception, worker: Worker) -> None:
+    def broke(self, error: BaseException, worker: Worker) -> None:
         raise error
 
 
@@ -109,7 +109,7 @@ class Ignored:
     def settled(self, _: Exception) -> None:
         pass
 
-    def broke(self, _: Exception) -> None:
+    def broke(self, _: BaseException) -> None:
         pass
 
 

@@ -22,4 +22,4 @@ class Watched:
     done: Callable[[Any], None] = _nothing
     failed: Callable[[Exception], None] = _nothing
     settled: Callable[[Exception], None] = _nothing
-    broke: Callable[[Exception], None] = _nothing
+    broke: Callable[[BaseException], None] = _nothing

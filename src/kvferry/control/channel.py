@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hmac
-import logging
 import math
 import os
 import re
@@ -33,9 +32,10 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.control.reply_routes import ReplyRoutes, identity_of
 from kvferry.errors import PeerDisconnectedError, SettingsError
+from kvferry.loggers import logger_of
 from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _LINGER_MS = 500
 _QUEUED_MESSAGES = 100_000

@@ -26,7 +26,6 @@ lost is found done when it is tried again.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
 import threading
@@ -68,6 +67,7 @@ from kvferry.control.registration_rules import (
 from kvferry.control.registry import OnChange, Registry
 from kvferry.errors import KVFerryError, RegistryError, RegistryUnreachableError, SettingsError, quoted
 from kvferry.findings import Finding, error, good, warning
+from kvferry.loggers import logger_of
 from kvferry.protocol.wire.registrations import (
     LONGEST_INCARNATION,
     MOST_ENGINES,
@@ -80,7 +80,7 @@ from kvferry.protocol.wire.registrations import (
 )
 from kvferry.settings import hosts_of, is_loopback
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 API_VERSION = 1
 """Of the keys and their values: other versions have keys of their own."""

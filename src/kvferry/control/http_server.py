@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.control.silent_clients import Listener, SilentClients
 from kvferry.errors import KVFerryError, SettingsError, UsageError
+from kvferry.loggers import logger_of
 
 if TYPE_CHECKING:
     import asyncio
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
     from typing_extensions import Self
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 # Whoever waits for longer than clients do is answered in vain, and comes again: with too much to do, a server with a
 # long queue answers nobody in time. And all that wait are accepted at once, and again before the first are read: three
@@ -253,7 +254,7 @@ def _quiet_server(
     import uvicorn
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-    logger = logging.getLogger(f"{__name__}.requests")
+    logger = logger_of(f"{__name__}.requests")
     logger.setLevel(logging.ERROR)
     silent = SilentClients(most=_MOST_SILENT, longest_s=_LONGEST_HEAD_S)
     listener.on_accept = silent.accepted

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections import OrderedDict
@@ -44,6 +43,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.findings import Finding, good, warning
+from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
 from kvferry.settings import is_loopback
@@ -117,7 +117,7 @@ class RegistryClient(Registry):
         has_tls = self._url.lower().startswith("https:")
         self._verify = client_context(trusted_certificates) if has_tls else False
         if token is not None and not has_tls and not is_loopback(urlsplit(url).hostname or ""):
-            logging.getLogger(__name__).warning(
+            logger_of(__name__).warning(
                 "the registry at %s is asked without TLS: whoever listens on that network can register there as well; "
                 "see docs/security.md",
                 self._url,
@@ -574,7 +574,7 @@ class LeaseKeeper:
             self._on_problem(error)
         except Exception:
             # The caller's mistake must not cost the rank its lease.
-            logging.getLogger(__name__).exception("on_problem raised an error when it was called with %r", error)
+            logger_of(__name__).exception("on_problem raised an error when it was called with %r", error)
 
 
 def _seconds(text: str) -> float:

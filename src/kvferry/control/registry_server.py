@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -12,6 +11,7 @@ from kvferry.control.http_server import HttpServer
 from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError
+from kvferry.loggers import logger_of
 from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class RegistryServer(HttpServer):
         self._registrations = Leases(lease_s)
         self._token = token
         if token is not None and certificate is None and not is_loopback(host):
-            logging.getLogger(__name__).warning(
+            logger_of(__name__).warning(
                 "the registry listens on %s without TLS: whoever listens on that network can register there as well; "
                 "see docs/security.md",
                 host,
@@ -72,7 +72,7 @@ class RegistryServer(HttpServer):
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:  # a system that has another limit beside it
-            logging.getLogger(__name__).debug("at most %d files stay open: %s", soft, error)
+            logger_of(__name__).debug("at most %d files stay open: %s", soft, error)
         super().serve_forever(on_started)
 
     def app(self) -> ASGIApp:

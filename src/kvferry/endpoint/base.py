@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -18,11 +17,14 @@ from kvferry.addresses import with_found_address
 from kvferry.control.owning_process import OwningProcess
 from kvferry.endpoint.construction import create_transport, endpoint_name
 from kvferry.endpoint.draining import Draining
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
+from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.loggers import logger_of
 from kvferry.observe.status import (
     MOST_ROOMS,
     EndpointStatus,
@@ -43,7 +45,7 @@ from kvferry.staging.mapped import MappedTransport
 from kvferry.staging.sizes import staging_notice
 from kvferry.transport import Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
@@ -58,6 +60,10 @@ class Driver(Protocol):
     @property
     def open_rooms(self) -> int:
         """Number of rooms that are not done."""
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """Calls the caller back."""
 
 
 class Endpoint(ABC):
@@ -215,7 +221,11 @@ class Endpoint(ABC):
 
         Returns:
             Whether it has.
+
+        Raises:
+            UsageError: on a thread of kvferry's own.
         """
+        check_may_wait("wait_drained()")
         deadline = inf if timeout_s is None else self._platform.now() + timeout_s
         self._platform.wait_until(lambda: self.is_drained, deadline)
         return self.is_drained
@@ -314,9 +324,15 @@ class Endpoint(ABC):
         have ended, and sends the close messages. Until then neither the memory nor the control port may be used again.
         May be called again: where an exception interrupted it, Ctrl-C for one, the next call finishes.
         Does nothing in a process that was forked from the endpoint's: all of it is the parent's.
+        Change callbacks may call it; of one that does not return, it waits for the end no longer than for a moment.
+
+        Raises:
+            UsageError: on another thread of kvferry's own, such as one that looks at a `ready` signal.
         """
         if not self._owning_process.is_this:
             return
+        check_may_wait("close()")
+        self._driver.callbacks.note_close()
         self._is_closing = True
         with self._closers:
             for holds, until in self._closing():

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 
+from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 UNASKED_S = 2.0
 """How long a room may be open until it is said that nobody has asked for it, where no decode rank is connected."""

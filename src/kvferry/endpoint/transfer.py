@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from kvferry.endpoint.reporting import RoomReport
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.ready_signals import Ready, look_of
+from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
+from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
 from kvferry.plan.requests.chunks import AnyPages, ChunkSequence, HandedIn
@@ -19,7 +21,7 @@ from kvferry.plan.requests.layers import Layers
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import field_types
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class Transfer:
@@ -33,8 +35,10 @@ class Transfer:
     error: KVFerryError | None
     """Why the transfer failed; None unless `state` is FAILED. `__cause__` is the original exception, if any."""
 
-    def __init__(self, room: int, abort: Callable[[str], None]) -> None:
+    def __init__(self, room: int, abort: Callable[[str], None], callbacks: Callbacks) -> None:
         self.room = room
+        self._callbacks = callbacks
+        self._will_call_back = False  # for what has changed since the last time
         self._abort = abort
         self.state = TransferState.BOOTSTRAPPING
         self.error = None
@@ -59,7 +63,10 @@ class Transfer:
         Raises:
             TimeoutError: if the transfer is still running after timeout_s.
             KVFerryError: if it failed; see `error`.
+            UsageError: if it is running still, on a thread of kvferry's own: what looks at a `ready` signal, for one.
         """
+        if not self._ended.done():
+            check_may_wait(f"wait() for room {self.room}")
         try:
             self._ended.result(timeout_s)
         except FutureTimeoutError:
@@ -70,7 +77,9 @@ class Transfer:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def wait_pages_reusable(self, timeout_s: float | None = None) -> bool:
-        """Waits until the pages may be reused; False if they may not after timeout_s."""
+        """Waits until the pages may be reused; False if they may not after timeout_s. UsageError as for `wait`."""
+        if not self._reusable.is_set():
+            check_may_wait(f"wait_pages_reusable() for room {self.room}")
         return self._reusable.wait(timeout_s)
 
     def abort(self, reason: str = "no reason given") -> None:
@@ -87,17 +96,24 @@ class Transfer:
         reported: look at the transfer once after adding. Changes that follow each other closely may be reported once.
 
         Args:
-            callback: called without arguments, on a thread of kvferry's that moves bytes or messages. It must return at
-                once: put something into a queue there, or set an event. What it raises is logged, and changes nothing.
+            callback: called without arguments, on a thread that the endpoint has for the callbacks of all its
+                transfers. One that does not return at once keeps the others waiting, and is named in the log and in
+                the status; no transfer waits for it. What it raises is logged, and changes nothing. It may call
+                whatever other threads may, `close` of the endpoint too.
         """
         self._change_callbacks += (callback,)
+        self._callbacks.start()
+
+    def _changed(self) -> None:
+        """Has the callbacks called, soon. In the room's turns only."""
+        if self._change_callbacks and not self._will_call_back:
+            self._will_call_back = True
+            self._callbacks.post(self._call_back)
 
     def _call_back(self) -> None:
+        self._will_call_back = False  # first: what changes from now on is for the next time
         for callback in self._change_callbacks:
-            try:
-                callback()
-            except Exception:
-                log.exception("room %d: a change callback failed; the transfer goes on", self.room)
+            self._callbacks.call(callback, self.room)
 
     def _update(self, state: TransferState, error: KVFerryError | None, *, pages_reusable: bool) -> None:
         """Takes over the machine's state. For the one thread that runs the machine."""
@@ -110,13 +126,13 @@ class Transfer:
             self.state = state
         if is_released:
             self._reusable.set()
-        if has_changed and state is TransferState.SUCCESS:
-            self._ended.set_result(None)
-        elif has_changed and state is TransferState.FAILED:
-            assert error is not None
-            self._ended.set_exception(error)
         if has_changed or is_released:
-            self._call_back()
+            self._changed()
+        if has_changed and state.is_final:
+            try:
+                self._ended.set_result(None) if error is None else self._ended.set_exception(error)
+            except BaseException:  # a log handler that raises where whoever awaits `completed` cannot be told
+                log.exception("room %d: somebody who waits for its end could not be told", self.room)
 
 
 class Sender(Transfer):
@@ -134,6 +150,7 @@ class Sender(Transfer):
         chunks: ChunkSequence,
         hand_in: Callable[[HandedIn], None],
         abort: Callable[[str], None],
+        callbacks: Callbacks,
         *,
         settle: Callable[[int], None] | None,
         most_waiting: int,
@@ -146,11 +163,12 @@ class Sender(Transfer):
         Args:
             hand_in: passes a chunk on.
             abort: passes on that the caller gives up, and why.
+            callbacks: calls the caller back.
             settle: in synchronous mode, waits until the chunk of that number is written.
             most_waiting: how many chunks may wait to be written.
             report: records how long the caller is busy here.
         """
-        super().__init__(room, abort)
+        super().__init__(room, abort, callbacks)
         # Guards the order of chunks: they are handed on in the order of their numbers, whichever threads submit.
         self._lock = threading.Lock()
         self._chunks = chunks
@@ -200,7 +218,7 @@ class Sender(Transfer):
                 an event of a device (`query()`), a `threading.Event`, or a callable that returns a bool. Threads of
                 kvferry's look at it, every millisecond at least, and read nothing before it says so; chunks behind this
                 one wait for it, too. Without it the pages are read at once: whatever writes them must have ended, on a
-                device as well. What it raises fails the room.
+                device as well. What it raises fails the room, and no other. It must not wait: other rooms would.
 
             layers: the layers that the chunk has of these pages, for pages that are handed in as a model computes them:
                 the same pages once for each range of layers, in any order, and the next pages once all layers were
@@ -216,11 +234,14 @@ class Sender(Transfer):
             PageError: if page numbers are not integers, or there is no such group.
             QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
                 `add_change_callback` say when there is room again.
-            UsageError: if aux is given before the last chunk, or is too large, or ready is no signal.
+            UsageError: if aux is given before the last chunk, or is too large, or ready is no signal; in synchronous
+                mode also on a thread of kvferry's own.
         """
         try:
             if aux is not None:
                 self._check_aux(aux, last=last)
+            if self._settle is not None:
+                check_may_wait(f"submit() for room {self.room}, which is synchronous,")
             is_ready = None if ready is None else look_of(ready, where=f"room {self.room}")
             with self._lock:
                 if self._is_full and self._wants_room():
@@ -285,7 +306,7 @@ class Sender(Transfer):
             self._through = handled
         if self._was_full and not self._is_full:
             self._was_full = False
-            self._call_back()
+            self._changed()
 
 
 class Receiver(Transfer):
@@ -296,8 +317,8 @@ class Receiver(Transfer):
         aux: the request's aux data: b"" before it has come, and where the prefill side gave none.
     """
 
-    def __init__(self, room: int, abort: Callable[[str], None], now: float) -> None:
+    def __init__(self, room: int, abort: Callable[[str], None], callbacks: Callbacks, now: float) -> None:
         """Made by `DecodeEndpoint.open`."""
-        super().__init__(room, abort)
+        super().__init__(room, abort, callbacks)
         self.aux = b""
         self.stats = ReceiverStats(opened_at=now, first_arrival_at=None, ended_at=None, chunks=0)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,8 +27,9 @@ from types import CodeType
 from typing import Any, Protocol
 
 from kvferry.errors import EngineContractError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class MissingError(Exception):

@@ -8,11 +8,12 @@ import threading
 import time
 from datetime import datetime, timezone
 
+from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.outcomes import Outcome, outcome_of
 from kvferry.observe.records import ReceiverStats, SenderStats
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _FIELDS = ("room", "peer", "side", "state")
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from enum import Enum
 from types import MethodType
 from typing import Any
 
+from kvferry.loggers import logger_of
 from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class Retry(Enum):
@@ -126,6 +126,6 @@ def _notify(methods: Sequence[MethodType], *arguments: object) -> list[Any]:
     for each in methods:
         try:
             answers.append(each(*arguments))
-        except Exception:
+        except BaseException:
             log.exception("%s met an error; what it shows may be wrong", type(each.__self__).__name__)
     return answers

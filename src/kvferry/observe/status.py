@@ -108,12 +108,14 @@ class ThreadStatus(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         failures: turns that raised an exception, which none should.
         last_failure: the last of them, in words; empty if there was none.
+        held_up_by: the engine's own code that the thread has been in for long, in words; empty if there is none.
     """
 
     name: str
     is_alive: bool
     failures: int
     last_failure: str
+    held_up_by: str = ""
 
 
 class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,7 +15,6 @@ keeps its mapping until what was launched into it is seen to have ended; a proce
 from __future__ import annotations
 
 import contextlib
-import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError, quoted
 from kvferry.layout import Device, MemoryKind, Region
+from kvferry.loggers import logger_of
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, ShortText
 from kvferry.staging.accelerator import DeviceRows, RunsLaunch, Stream, StreamEvent
@@ -49,7 +49,7 @@ from kvferry.transport import (
 from kvferry.transport.base import MOST_REGIONS
 from kvferry.transport.copies import DIFFERENT_LENGTHS, check_selection
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 Addresses = NDArray[np.int64]
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 
 from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
+from kvferry.loggers import logger_of
 from kvferry.plan import PairPlan, Piece, TransferPath, Unit
 from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.wire.messages import Credit, Staging, StagingRing
@@ -18,7 +18,7 @@ from kvferry.staging.resources import StagingResources
 from kvferry.staging.sizes import staging_sizes
 from kvferry.transport import Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _CREDITS_A_ROUND = 4
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import hmac
-import logging
 import secrets
 import threading
 import time
@@ -18,9 +17,10 @@ import msgspec
 import zmq
 
 from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.loggers import logger_of
 from kvferry.settings import bracketed
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _TOKEN_BYTES = 16
 _LONGEST_MESSAGE = 16 << 20

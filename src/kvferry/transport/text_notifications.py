@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import itertools
-import logging
 import re
 import secrets
 import threading
@@ -16,8 +15,9 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from kvferry.errors import MessageError, TransportError, quoted
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _SERIAL_DIGITS = 16
 _MOST_PIECES = 999_999

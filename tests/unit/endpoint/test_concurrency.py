@@ -235,7 +235,7 @@ class Hops(Actor):
 
     def handle(self, event: Any, worker: Any) -> None: ...
 
-    def broke(self, error: Exception, worker: Any) -> None: ...
+    def broke(self, error: BaseException, worker: Any) -> None: ...
 
 
 def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
@@ -348,7 +348,7 @@ class Records(Actor):
     def handle(self, event: Any, worker: Any) -> None:
         self.handled.append(event)
 
-    def broke(self, error: Exception, worker: Any) -> None:
+    def broke(self, error: BaseException, worker: Any) -> None:
         raise error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 
@@ -61,3 +62,37 @@ def test_a_loop_that_never_failed_is_well():
     assert thread.health.last_failure == ""
     loop.is_stopping.set()
     eventually("it has ended", lambda: not thread.is_alive)
+
+
+class Unspeakable(BaseException):
+    def __str__(self) -> str:
+        raise RuntimeError("it cannot be said in words")
+
+
+class Raises(logging.Handler):
+    """Raises for every line, as one that writes to a full disk may."""
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        raise SystemExit(3)
+
+
+def refuses(record: logging.LogRecord) -> bool:
+    raise ValueError("a filter's mistake")
+
+
+def test_a_thread_outlives_what_cannot_even_be_logged():
+    logger, handler = logging.getLogger("kvferry.endpoint.runtime.threads"), Raises()
+    logger.addHandler(handler)
+    loop = Fails(Unspeakable(), ValueError("a bug"))
+    try:
+        thread = SupervisedThread("a thread", loop, Rests(math.inf))
+        eventually("it went on", lambda: loop.turns > 4)
+        logger.addFilter(refuses)
+        loop.errors.append(Unspeakable())
+        eventually("it went on", lambda: thread.health.failures == 3)
+        assert thread.health.last_failure == "Unspeakable"
+        loop.is_stopping.set()
+        eventually("it has ended", lambda: not thread.is_alive)
+    finally:
+        logger.removeHandler(handler)
+        logger.removeFilter(refuses)

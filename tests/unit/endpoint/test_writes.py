@@ -70,7 +70,7 @@ class Room(Actor):
         if event is not None:
             self.watched(*event, worker)
 
-    def broke(self, error: Exception, worker: Worker) -> None:
+    def broke(self, error: BaseException, worker: Worker) -> None:
         raise error
 
 

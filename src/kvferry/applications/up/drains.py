@@ -7,7 +7,6 @@ engines; decode ranks say so themselves.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import httpx
@@ -16,8 +15,9 @@ from kvferry.applications.top.asking import IS_IT_STARTED
 from kvferry.applications.up.servers import Server
 from kvferry.control.registry import Registry
 from kvferry.errors import KVFerryError, ObserveError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 INTERVAL_S = 1.0
 """Well within what endpoints that are told to drain still take new rooms for (KVFERRY_DRAIN_GRACE_S)."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -32,8 +31,9 @@ from kvferry.applications.up.dialects import Dialect
 from kvferry.applications.up.drains import DrainWatch, any_drains, registered
 from kvferry.applications.up.servers import Pool, Server, TryAnotherError
 from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 HEALTH_INTERVAL_S = 0.5
 _CONNECT_S = 5.0

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask, VerifyTask
-from kvferry.endpoint.runtime.platform import Closing
-from kvferry.endpoint.runtime.threads import RunningLoop
+from kvferry.endpoint.runtime.threads import RunningLoop, do_each
 from kvferry.errors import PeerError
+from kvferry.loggers import logger_of
 from kvferry.observe.records import PlacedRecord
 from kvferry.protocol.transfer.both_sides import Broke
 from kvferry.protocol.transfer.credits import Span
@@ -21,7 +20,7 @@ from kvferry.protocol.transfer.receiver_events import (
 )
 from kvferry.protocol.wire import codec, messages, notifications
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class Arrivals:
@@ -57,25 +56,23 @@ class Arrivals:
         """Those that scatter and verify."""
         return self._scatterers.threads if self._scatterers is not None else ()
 
-    def closing(self) -> Closing:
-        """Ends the threads once all tasks are done: yields what to wait for, and until when."""
+    def stop(self) -> None:
+        """Ends the threads once all tasks are done. May be called again."""
         if self._scatterers is not None:
             self._scatterers.stop()
-            yield lambda: not any(thread.is_alive for thread in self.threads), float("inf")
 
     def take(self, now: float) -> None:
         """Handles the transport's notifications."""
         try:
             notifications = self._context.transport.take_notifications()
-        except Exception as error:
+        except BaseException as error:
             running = [room for room in list(self._rooms.values()) if not room.machine.state.is_final]
             if running:
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
                 self._apply(room, Broke(error), now)
             return
-        for peer, data in notifications:
-            self._notified(peer, data, now)
+        do_each(notifications, lambda each: self._notified(*each, now), "a notification")
 
     def _notified(self, peer: str, data: bytes, now: float) -> None:
         """Handles a notification, if its room is open and it comes from the rank that it names."""
@@ -142,14 +139,14 @@ class Arrivals:
         assert isinstance(work, ArrivalTask)
         work.give_back()
 
-    def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None) -> None:
+    def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: BaseException | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
         if self.threads:
             self._context.submit(partial(self._done, task, record, error))
         else:
             self._done(task, record, error, self._context.platform.now())
 
-    def _done(self, task: ArrivalTask, record: PlacedRecord, error: Exception | None, now: float) -> None:
+    def _done(self, task: ArrivalTask, record: PlacedRecord, error: BaseException | None, now: float) -> None:
         task.give_back()
         task.room.placed(record)
         self._apply(task.room, task.event(error), now)

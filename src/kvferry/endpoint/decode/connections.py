@@ -8,17 +8,17 @@ is like any other break; a rank that is frozen or dead gets a few connections mo
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd, Connection
 from kvferry.errors import PeerDisconnectedError
+from kvferry.loggers import logger_of
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.versions import SPOKEN
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _ANSWERED = messages.Hello | messages.Ping | messages.AbortRoom | messages.RefuseRoom
 """What a rank owes an answer to. What else is sent is followed by one of these."""

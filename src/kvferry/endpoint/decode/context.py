@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd
 from kvferry.control.registry import Registry
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.observe.observer import Observer
@@ -27,6 +28,7 @@ class DecodeContext:
         registry: where prefill engines are looked up.
         staging: the memory that prefill ranks write to.
         observer: notified of what happens.
+        callbacks: calls the caller back when transfers change.
         end: what connections are made with.
         settling: counts the time in which what failed writes had sent may arrive here.
         inbox: work for the endpoint's thread, which calls it with the time.
@@ -39,11 +41,13 @@ class DecodeContext:
     staging: ReceivingStaging
     platform: Platform
     observer: Observer
+    callbacks: Callbacks = field(init=False)
     end: ConnectingEnd = field(init=False)
     settling: Settling = field(init=False)
     inbox: deque[Callable[[float], None]] = field(init=False, default_factory=deque)
 
     def __post_init__(self) -> None:
+        self.callbacks = Callbacks(self.platform, self.thread_name)
         self.end = self.platform.connect_as(self.identity.endpoint, self.settings)
         self.settling = Settling(self.settings.quarantine_s, self.platform.now)
 

@@ -8,7 +8,6 @@ or until it is woken.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Collection
 
@@ -16,10 +15,12 @@ from kvferry.control.ends import Connection
 from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.sleeps import SleepBounds
-from kvferry.endpoint.runtime.threads import Loop
+from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop
 from kvferry.errors import KVFerryError, PeerError, UnknownMessageError
+from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
@@ -29,7 +30,7 @@ from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _SLEEPS = SleepBounds(shortest_s=100e-6, of_quiet=1 / 16, longest_s=0.01)
 _MESSAGES_S = 1e-3
@@ -96,7 +97,21 @@ class DecodeDriver(Loop):
     @property
     def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
-        return tuple(thread.health for thread in (self._thread, *self.rooms.arrivals.threads))
+        return tuple(thread.health for thread in (*self._own_threads, *self.callbacks.threads))
+
+    @property
+    def callbacks(self) -> Callbacks:
+        """Calls the caller back."""
+        return self.context.callbacks
+
+    @property
+    def _own_threads(self) -> tuple[RunningLoop, ...]:
+        return self._thread, *self.rooms.arrivals.threads
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether all threads have that do anything with memory and connections."""
+        return not any(thread.is_alive for thread in self._own_threads)
 
     @property
     def staging(self) -> StagingStatus:
@@ -114,6 +129,8 @@ class DecodeDriver(Loop):
     def closing(self, deadline: float) -> Closing:
         """Fails open rooms, ends the threads and closes every link, step by step: yields what to wait for, until when.
 
+        Where threads do not end it closes nothing that they may use; called again, it goes on.
+
         Args:
             deadline: until when rooms may take to end.
         """
@@ -122,12 +139,20 @@ class DecodeDriver(Loop):
         yield lambda: not self.rooms.open, deadline
         self._is_stopping.set()
         self.context.end.wake()
-        yield lambda: not self._thread.is_alive, float("inf")
-        if not self._links.is_closed:  # a look-up that ends later finds the registry's client closed
-            self._work_inbox(self._now())
-        yield from self.rooms.arrivals.closing()
-        self._links.close()
-        self.context.end.close()
+        latest = self._now() + THREADS_END_S
+        yield lambda: not self._thread.is_alive, latest
+        if not self._thread.is_alive:
+            if not self._links.is_closed:  # a look-up that ends later finds the registry's client closed
+                self._work_inbox(self._now())
+            self.rooms.arrivals.stop()
+            yield lambda: self.has_ended, latest
+        if self.has_ended:
+            yield from self.callbacks.closing()
+            self._links.close()
+            self.context.end.close()
+        else:
+            running = ", ".join(thread.health.name for thread in self._own_threads if thread.is_alive)
+            log.error("threads do not end: %s. The endpoint stays until close() is called when they have", running)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
@@ -190,7 +215,7 @@ class DecodeDriver(Loop):
             except KVFerryError as error:
                 if link is not None:
                     self._links.fail(link, error, now)
-            except Exception as error:
+            except BaseException as error:
                 log.exception("a message from %s met an unexpected error", address)
                 if link is not None:
                     problem = PeerError(f"a message from {address} met {type(error).__name__}: {error}")
@@ -215,6 +240,7 @@ class DecodeDriver(Loop):
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
+        self.callbacks.report()
         self._links.tick(now)
         self.context.settling.look()
         self.rooms.look_at_deadlines(now)

@@ -12,6 +12,7 @@ from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.platform import Closing, Platform
+from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.transfer import Receiver
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
@@ -170,10 +171,11 @@ class DecodeEndpoint(Endpoint):
             IncompatiblePeerError: if the two sides cannot exchange caches, naming both values.
             KVFerryError: if it cannot be reached or refuses otherwise; TransferTimeoutError if it is not there in time.
             SettingsError: if no engine can have that name.
-            UsageError: if the process was forked from the endpoint's.
+            UsageError: if the process was forked from the endpoint's, or the thread is one of kvferry's own.
             EndpointClosedError: if the endpoint was closed.
         """
         self._check_process()
+        check_may_wait("connect()")
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
         self._driver.rooms.links.wait_ready(LinkKey(engine, prefill_dp_rank), limit_s)
 
@@ -221,6 +223,8 @@ class DecodeEndpoint(Endpoint):
         if self._has_closed:
             return
         yield from self._driver.closing(self._platform.now() + self.settings.close_timeout_s)
+        if not self._driver.has_ended:
+            return
         self._telemetry.close()
         self._registry_client.close()
         self.transport.close()

@@ -7,7 +7,6 @@ pool, which queues their results. And `wait_ready` waits on its caller's thread.
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -30,6 +29,7 @@ from kvferry.errors import (
     TransferTimeoutError,
 )
 from kvferry.layout import RankLayout
+from kvferry.loggers import logger_of
 from kvferry.observe.observer import Retry
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
@@ -40,7 +40,7 @@ from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.staging.receiving import ReceivingStaging
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class _Offers:

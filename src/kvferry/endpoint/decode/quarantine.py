@@ -6,7 +6,6 @@ own, at most one round at a time. Which answers are proof `protocol.links.proofs
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from functools import partial
 from kvferry.control.kubernetes import Orchestrator
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.errors import KVFerryError, OrchestratorError, UsageError
+from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
@@ -24,7 +24,7 @@ from kvferry.protocol.links.proofs import Proof, Reach
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.messages import Attached, Welcome
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _MOST_WAITED_FOR = 1 << 12  # prefill ranks to be remembered; of one that is forgotten the same is waited for once more
 

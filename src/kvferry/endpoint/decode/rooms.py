@@ -5,7 +5,6 @@ All of it belongs to the endpoint's one thread, where nothing else is said.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from functools import partial
@@ -22,6 +21,7 @@ from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError, UnknownRoomError
+from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus, RoomStatus
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
@@ -48,7 +48,7 @@ from kvferry.protocol.transfer.receiver_events import (
 )
 from kvferry.protocol.wire import messages
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class ReceivingRooms:
@@ -111,7 +111,7 @@ class ReceivingRooms:
             groups=groups,
             tokens=tokens,
             depends_on=checked_conditions(depends_on, where=where),
-            receiver=Receiver(number, abort, now),
+            receiver=Receiver(number, abort, self._context.callbacks, now),
             places=UnitPlaces(identity.layout, groups, tokens),
             instance=instance or "",
         )
@@ -217,7 +217,7 @@ class ReceivingRooms:
         self.last_news_at = now  # heartbeats' answers do not count: nothing follows them
         try:
             commands = room.machine.handle(event, now)
-        except Exception as error:
+        except BaseException as error:
             log.exception("room %d met an unexpected error", room.room)
             commands = room.machine.handle(Broke(error), now)
             if isinstance(event, PartArrived):

@@ -44,13 +44,13 @@ class ArrivalTask(ABC):
         """How many bytes of staging memory it puts into pages."""
         return 0
 
-    def run(self, kernels: Kernels) -> Exception | None:
+    def run(self, kernels: Kernels) -> BaseException | None:
         """Does the work, unless the room has ended; returns the error that it raised."""
         if not self.is_wanted():
             return None
         try:
             self.work(kernels)
-        except Exception as problem:
+        except BaseException as problem:  # of a kernel, too
             return problem
         return None
 
@@ -62,7 +62,7 @@ class ArrivalTask(ABC):
     def work(self, kernels: Kernels) -> None:
         """Does the work; may raise anything."""
 
-    def event(self, error: Exception | None) -> PartPlaced:
+    def event(self, error: BaseException | None) -> PartPlaced:
         """Returns the event for the room once the work is done."""
         return PartPlaced(self.message.writer, self.message.sequence, error, self.purpose)
 
@@ -149,7 +149,7 @@ class Scatterers:
         self,
         count: int,
         kernels: Kernels,
-        on_done: Callable[[ArrivalTask, PlacedRecord, Exception | None], None],
+        on_done: Callable[[ArrivalTask, PlacedRecord, BaseException | None], None],
         *,
         platform: Platform,
         name: str,

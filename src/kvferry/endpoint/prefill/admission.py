@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvferry.endpoint.runtime.threads import do_each
 from kvferry.protocol.time_awake import TimeAwake
 
 
@@ -221,5 +222,4 @@ class Admission:
 
 
 def _hand_out(served: list[tuple[Applicant, Admitted]]) -> None:
-    for applicant, admitted in served:
-        applicant.admitted(admitted)
+    do_each(served, lambda each: each[0].admitted(each[1]), "a write that was admitted")

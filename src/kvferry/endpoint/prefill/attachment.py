@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from kvferry.endpoint.prefill.paths import PathChooser, SendingStaging
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.errors import IncompatiblePeerError, TransportError
 from kvferry.layout import Interval
+from kvferry.loggers import logger_of
 from kvferry.plan import (
     ElectedRoute,
     PairPlan,
@@ -33,7 +33,7 @@ from kvferry.protocol.wire.versions import PROTOCOL_VERSION, check_can_require, 
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _ChosenLayers: TypeAlias = tuple[tuple[str, Interval], ...] | None
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.observe.observer import Observer
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.spoken_versions import SpokenVersions
@@ -55,6 +56,7 @@ class PrefillContext:
         staging: what it has for staged writes.
         admission: says when a direct write may be posted.
         observer: is told what happens.
+        callbacks: calls the caller back when transfers change.
         now: the time, in seconds of a steady clock.
         send: sends a control message to a decode rank.
         write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
@@ -69,6 +71,7 @@ class PrefillContext:
     staging: SendingStaging
     admission: Admission
     observer: Observer
+    callbacks: Callbacks
     now: Callable[[], float]
     send: Callable[[str, field_types.Message], None]
     write_failed: Callable[[Attachment, Exception], None]

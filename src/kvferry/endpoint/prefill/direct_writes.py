@@ -81,7 +81,7 @@ class DirectWrite(RoomWrite):
         """Takes note that nothing of it can arrive any more."""
         self._end(error)
 
-    def broke(self, error: Exception) -> None:
+    def broke(self, error: BaseException) -> None:
         """Fails the room: whether the write has ended is not known."""
         self.target.room.post(Broke(error))
 

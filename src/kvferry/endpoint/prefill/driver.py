@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import deque
+from functools import partial
 
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
@@ -19,10 +20,11 @@ from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.prefill.peers import refused
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.rests import LONGEST_S
 from kvferry.endpoint.runtime.run_queue import Waker
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop
+from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop, do_each
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import (
     EndpointClosedError,
@@ -32,6 +34,7 @@ from kvferry.errors import (
     PeerError,
     VersionError,
 )
+from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.spoken_versions import SpokenVersions
@@ -41,7 +44,7 @@ from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _TICK_S = 0.1
 _ROOMS_OPEN_MS = 100
@@ -61,6 +64,7 @@ class PrefillDriver(Loop):
         ranks: decode ranks, and the connections to them.
         admission: says when a direct write may be posted.
         workers: run rooms and connections.
+        callbacks: calls the caller back.
     """
 
     reads_input = True
@@ -112,6 +116,8 @@ class PrefillDriver(Loop):
             stalls_after_s=settings.write_timeout_s / 2,
             now=platform.now,
         )
+        name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
+        self.callbacks = Callbacks(platform, name)
         self._context = PrefillContext(
             identity=identity,
             transport=transport,
@@ -119,6 +125,7 @@ class PrefillDriver(Loop):
             staging=staging,
             admission=self.admission,
             observer=observer,
+            callbacks=self.callbacks,
             now=platform.now,
             send=self.send,
             write_failed=self._write_failed,
@@ -137,7 +144,6 @@ class PrefillDriver(Loop):
         self.port = self._channel.port
         host, port = settings.advertise_host or settings.host, of_rank.advertise_port or self.port
         self.control_address = f"tcp://{bracketed(host)}:{port}"
-        name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
         self._threads: tuple[RunningLoop, ...] = ()
         with contextlib.ExitStack() as undo:
             undo.callback(self._channel.close)
@@ -170,7 +176,7 @@ class PrefillDriver(Loop):
     @property
     def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
-        return tuple(thread.health for thread in (*self._threads, *self.workers.threads))
+        return tuple(thread.health for thread in (*self._threads, *self.workers.threads, *self.callbacks.threads))
 
     @property
     def open_rooms(self) -> int:
@@ -228,11 +234,16 @@ class PrefillDriver(Loop):
         if self.workers.running:
             # Taking memory away under a write corrupts whatever lives there next: better to keep all of it.
             self._is_lingering = True
+            held_up = "".join(f"; held up by {each}" for each in self.workers.held_up_by)
             log.error(
-                "writes are still on their way, %d rooms' too; the endpoint stays until they end", len(self.rooms)
+                "writes are still on their way, %d rooms' too; the endpoint stays until they end%s",
+                len(self.rooms),
+                held_up,
             )
-        else:
-            yield lambda: not any(thread.is_alive for thread in self._threads), float("inf")
+            return
+        latest = self._now() + THREADS_END_S
+        yield lambda: not any(thread.is_alive for thread in self._threads), latest
+        yield from self.callbacks.closing()
 
     def raise_release_error(self) -> None:
         """Raises, once, what went wrong when memory was given back."""
@@ -252,6 +263,7 @@ class PrefillDriver(Loop):
             self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
         self._flush()
         self._waker.stop()
+        self.callbacks.stop()
         try:
             self._channel.close()
             self._transport.close()
@@ -312,7 +324,7 @@ class PrefillDriver(Loop):
             self._receive(identity, data, now)
         except (MessageError, VersionError) as error:
             log.warning("dropped a message from %s: %s", identity, error)
-        except Exception:
+        except BaseException:
             log.exception("a message from %s met an unexpected error; the others go on", identity)
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
@@ -355,18 +367,20 @@ class PrefillDriver(Loop):
             # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
             self.send(identity, self._not_attached(identity))
             return
-        for each in taken:
-            match each:
-                case messages.OpenRoom():
-                    self.rooms.take_open(identity, each)
-                case messages.RoomVerified():
-                    self.rooms.verified(identity, each)
-                case messages.Credit():
-                    attachment = self.ranks.attachment(identity)
-                    if attachment is not None:
-                        attachment.paths.credited(each.epoch, each.position)
+        do_each(taken, partial(self._take_one, identity), f"a message from {identity}")
         for acknowledgement in self.ranks.channels.unasked_acknowledgement(identity):
             self.send(identity, acknowledgement)
+
+    def _take_one(self, identity: str, message: messages.NumberedToPrefill) -> None:
+        match message:
+            case messages.OpenRoom():
+                self.rooms.take_open(identity, message)
+            case messages.RoomVerified():
+                self.rooms.verified(identity, message)
+            case messages.Credit():
+                attachment = self.ranks.attachment(identity)
+                if attachment is not None:
+                    attachment.paths.credited(message.epoch, message.position)
 
     def _not_attached(self, identity: str) -> messages.Pong:
         given_up = self.ranks.given_up(identity)
@@ -427,6 +441,8 @@ class PrefillDriver(Loop):
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float, *, longest_wait_s: float) -> None:
+        self.callbacks.report()
+        self.workers.report_held_up()
         self.admission.tick()
         self.rooms.look(now)
         self._look_whether_replaced()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import SupportsIndex
@@ -15,12 +14,13 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout
+from kvferry.loggers import logger_of
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.protocol.wire.registrations import check_instance
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class PrefillEndpoint(Endpoint):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from kvferry.endpoint.runtime.calibration import Calibration, WireKey
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout, Region
+from kvferry.loggers import logger_of
 from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, aligned
 from kvferry.plan.requests.moved_blocks import moved_blocks, write_size_of
@@ -24,7 +24,7 @@ from kvferry.staging.sizes import staging_sizes
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 UNPROVEN = "the decode side could not prove that this prefill rank has ended (KVFERRY_UNPROVEN_PATH)"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,13 +13,14 @@ from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
+from kvferry.loggers import logger_of
 from kvferry.observe.logs import report_silence
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import TransferPath
 from kvferry.protocol.wire.messages import Attach, Attached, Refused
 from kvferry.transport import TransferHandle, TransferReport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _MOST_ASKED = 4
 """A decode rank asks again with every heartbeat. As often a write that measures may still be on its way: on a machine
@@ -65,7 +65,7 @@ class HangingWrite:
     def settled(self, _: Exception) -> None:
         self.peer.post(self)
 
-    def broke(self, _: Exception) -> None:
+    def broke(self, _: BaseException) -> None:
         """Does nothing: the write may not have ended, so that it counts as hanging."""
 
 
@@ -167,7 +167,7 @@ class DecodePeer(Actor):
                     elif self._asked <= _MOST_ASKED:
                         self._attach(request, worker)
 
-    def broke(self, error: Exception, worker: Worker) -> None:
+    def broke(self, error: BaseException, worker: Worker) -> None:
         """Logs the error. Errors of connecting and disconnecting are handled where they occur."""
         log.error("the connection to decode rank %s met an unexpected error", self.name, exc_info=error)
 

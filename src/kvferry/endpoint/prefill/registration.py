@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 
 from msgspec import structs
@@ -10,11 +9,12 @@ from msgspec import structs
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import RankReplacedError
+from kvferry.loggers import logger_of
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _COUNT_S = 0.5
 """How often the registry hears how many rooms are open, while the rank drains."""

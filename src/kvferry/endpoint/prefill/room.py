@@ -59,7 +59,7 @@ _AWAITING_CHUNKS = (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
 class ChunkReady:
     """The pages of the first chunk that waited for that hold what is to be sent; or looking whether they do failed."""
 
-    error: Exception | None
+    error: BaseException | None
 
 
 RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
@@ -100,6 +100,7 @@ class SendingRoom(Actor):
         self._next_opens: dict[str, messages.OpenRoom] = {}
         self._submitted_at: dict[int, float] = {}
         self._unread = UnreadChunks(
+            machine.room,
             context.identity.layout.shards,
             lambda error: self.post(ChunkReady(error)),
             joins=context.settings.join_layers and not synchronous,
@@ -118,6 +119,7 @@ class SendingRoom(Actor):
             ChunkSequence(machine.room, context.identity.layout.groups, context.identity.layout.shards),
             self.post if synchronous else partial(run_queue.hand_in, self),
             lambda reason: self.post(AbortRequested(reason)),
+            context.callbacks,
             settle=self._wait_settled if synchronous else None,
             most_waiting=context.settings.max_waiting_chunks,
             now=context.now,
@@ -248,7 +250,7 @@ class SendingRoom(Actor):
             case HandedIn():
                 self._take(ReadyChunk(event, event.submitted_at, event.submitted_at), worker)
             case ChunkReady(error):
-                if (raised := self._unread.signalled(error, self._context.now())) is not None:
+                if (raised := self._unread.signalled(error, self._context.now(), worker.code)) is not None:
                     self.apply(Broke(raised), worker)
             case Admitted():
                 self._receivers[event.receiver].direct.post_admitted(event, worker)
@@ -329,7 +331,7 @@ class SendingRoom(Actor):
                     after_failure = after_failure or (is_another and receiver in self._context.broken_off)
                     self._context.tell_drained(receiver, self.room, generation, after_failure=after_failure)
 
-    def broke(self, error: Exception, worker: Worker) -> None:
+    def broke(self, error: BaseException, worker: Worker) -> None:
         """Fails the room with an unexpected error."""
         self.apply(Broke(error), worker)
         self._cancel(worker)

@@ -6,7 +6,6 @@ knows (`protocol.rooms.room_table`).
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Mapping
 from math import inf
@@ -30,6 +29,7 @@ from kvferry.errors import (
     UnknownRoomError,
     UsageError,
 )
+from kvferry.loggers import logger_of
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
@@ -39,7 +39,7 @@ from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessag
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class SendingRooms:

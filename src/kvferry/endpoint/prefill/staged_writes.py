@@ -85,7 +85,7 @@ class StagedPart:
         _give_up(target, self.span, after_failure=target.context.transport.may_deliver_late)
         self._land(error)
 
-    def broke(self, error: Exception) -> None:
+    def broke(self, error: BaseException) -> None:
         """Fails the room: whether the write has ended is not known."""
         self.write.target.room.post(Broke(error))
 

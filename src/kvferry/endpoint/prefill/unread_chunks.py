@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvferry.endpoint.runtime.ready_signals import Awaited
+from kvferry.endpoint.runtime.callers_code import CallersCode
+from kvferry.endpoint.runtime.ready_signals import SIGNAL, Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.layout import Shard
 from kvferry.plan.requests.chunks import HandedIn
@@ -39,14 +40,18 @@ class UnreadChunks:
     and if layers are computed faster than they are sent, fewer and larger writes take them.
     """
 
-    def __init__(self, shards: Sequence[Shard], came: Callable[[Exception | None], None], *, joins: bool) -> None:
+    def __init__(
+        self, room: int, shards: Sequence[Shard], came: Callable[[BaseException | None], None], *, joins: bool
+    ) -> None:
         """Begins with none.
 
         Args:
+            room: whose they are.
             shards: those of the rank's layout.
             came: called by a worker when the first signal has come, or with what looking at it has raised.
             joins: whether ranges of layers may leave together.
         """
+        self._room = room
         self._came = came
         self._awaited: Awaited | None = None  # the signal of the first that is unready
         self._shards = shards
@@ -74,14 +79,15 @@ class UnreadChunks:
         if self._awaited is None and self._unready:
             is_ready = self._unready[0].is_ready
             assert is_ready is not None
-            self._awaited = Awaited(is_ready, self._came)
+            self._awaited = Awaited(is_ready, self._came, self._room)
             worker.await_signal(self._awaited)
 
-    def signalled(self, error: Exception | None, now: float) -> Exception | None:
+    def signalled(self, error: BaseException | None, now: float, code: CallersCode) -> BaseException | None:
         """Takes note that the first signal has come, and looks at those behind it.
 
         Args:
             error: what looking at it has raised.
+            code: runs what looks at signals.
 
         Returns:
             What looking at any has raised.
@@ -91,9 +97,12 @@ class UnreadChunks:
             return error
         self._add_ready(self._unready.popleft(), now)
         try:
-            while self._unready and ((is_ready := self._unready[0].is_ready) is None or is_ready()):
+            while self._unready:
+                is_ready = self._unready[0].is_ready
+                if is_ready is not None and not code.run(SIGNAL, is_ready, self._room):
+                    break
                 self._add_ready(self._unready.popleft(), now)
-        except Exception as raised:  # the caller's code, or a device that has failed
+        except BaseException as raised:  # the caller's code, or a device that has failed
             return raised
         return None
 

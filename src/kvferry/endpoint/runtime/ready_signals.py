@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol, TypeAlias
 
+from kvferry.endpoint.runtime.callers_code import CallersCode
 from kvferry.errors import UsageError
+
+SIGNAL = "the signal"
+"""What looking at one is called in the log."""
 
 
 class DeviceEvent(Protocol):
@@ -49,30 +53,34 @@ class Awaited:
         is_dropped: whether nobody waits any more. May be set from any thread.
     """
 
-    __slots__ = ("came", "is_dropped", "look")
+    __slots__ = ("came", "is_dropped", "look", "room")
 
-    def __init__(self, look: Callable[[], bool], came: Callable[[Exception | None], None]) -> None:
+    def __init__(self, look: Callable[[], bool], came: Callable[[BaseException | None], None], room: int) -> None:
         """Nobody looks at it yet.
 
         Args:
             look: returns whether it has come.
-            came: called once when it has, or with what looking at it has raised.
+            came: called once when it has, or with what looking at it has raised. Raises nothing.
+            room: which waits for it.
         """
         self.look = look
         self.came = came
+        self.room = room
         self.is_dropped = False
 
 
 class AwaitedSignals:
     """Those that one worker looks at. For that worker's thread only."""
 
-    def __init__(self, bind_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, code: CallersCode, bind_thread: Callable[[], None] = lambda: None) -> None:
         """Looks at nothing yet.
 
         Args:
+            code: runs what looks at a signal.
             bind_thread: called before the first signal is looked at, which may be an event of a device.
         """
         self._all: list[Awaited] = []
+        self._code = code
         self._bind_thread = bind_thread
         self._is_bound = False
 
@@ -94,8 +102,8 @@ class AwaitedSignals:
             if signal.is_dropped:
                 continue
             try:
-                has_come = signal.look()
-            except Exception as error:  # the caller's code, or a device that has failed
+                has_come = self._code.run(SIGNAL, signal.look, signal.room)
+            except BaseException as error:  # the caller's code, or a device that has failed
                 signal.came(error)
                 has_any_come = True
                 continue

@@ -15,13 +15,14 @@ given away before anyone has to ask for it.
 
 from __future__ import annotations
 
-import logging
 import resource
 import sys
 import time
 from collections.abc import Callable
 
-log = logging.getLogger(__name__)
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
 
 _WAITS_OF_A_TAKE = 2
 """So many the operating system counts at least for each time that a thread takes the lock: for the 5 ms until it asks,

@@ -56,7 +56,7 @@ class Actor(ABC):
             event = self._events.popleft()
         try:
             self.handle(event, worker)
-        except Exception as error:
+        except BaseException as error:
             self.broke(error, worker)
         finally:
             with self._lock:
@@ -71,7 +71,7 @@ class Actor(ABC):
         """Handles one event."""
 
     @abstractmethod
-    def broke(self, error: Exception, worker: Any) -> None:
+    def broke(self, error: BaseException, worker: Any) -> None:
         """Called after `handle` has raised, which it should not. Must not raise."""
 
 

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import TypeVar
 
 from kvferry.endpoint.runtime.rests import Rests, waits_of_this_thread
+from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
 from kvferry.observe.status import ThreadStatus
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
+
+THREADS_END_S = 10.0
+"""The longest that closing waits for threads that have nothing left to do: more than they take on a busy machine."""
 
 _SHORTEST_PAUSE_S = 1e-3
 _LONGEST_PAUSE_S = 1.0
+
+_Item = TypeVar("_Item")
 
 
 class Loop(ABC):
@@ -21,9 +30,13 @@ class Loop(ABC):
 
     Attributes:
         reads_input: whether it reads sockets and notifications.
+        may_block: whether its turns may wait for other threads of the endpoint, which then never wait for it.
+        held_up_by: what of the caller's code a turn has been in for long, in words; empty if nothing.
     """
 
     reads_input = False
+    may_block = False
+    held_up_by = ""
 
     @abstractmethod
     def turn(self, *, may_wait: bool) -> bool:
@@ -55,6 +68,46 @@ class RunningLoop(ABC):
         """Whether the thread runs."""
         return self.health.is_alive
 
+    @property
+    def is_current(self) -> bool:
+        """Whether it is the thread that asks."""
+        return False
+
+
+class _Thread(threading.Thread):
+    """A thread that runs a loop; `may_block` is that of the loop."""
+
+    may_block = False
+
+
+def check_may_wait(what: str) -> None:
+    """Checks that the calling thread may wait for an endpoint: what it waits for may need the endpoint's own threads.
+
+    Raises:
+        UsageError: on a thread of an endpoint's, unless it calls change callbacks.
+    """
+    thread = threading.current_thread()
+    if isinstance(thread, _Thread) and not thread.may_block:
+        raise UsageError(
+            f"{what} waits, and this is kvferry's own thread {thread.name}, without which nothing ends: call it on a "
+            "thread of your own, or in a change callback"
+        )
+
+
+def do_each(items: Iterable[_Item], do: Callable[[_Item], object], what: str) -> None:
+    """Does something with each item; what it raises with one is logged, and the others have their turn.
+
+    For what was taken out of where it waited: whoever stops half-way has lost the rest.
+
+    Args:
+        what: names an item in the log.
+    """
+    for item in items:
+        try:
+            do(item)
+        except BaseException:
+            log.exception("%s met an unexpected error; the others go on", what)
+
 
 class SupervisedThread(RunningLoop):
     """A thread of this process that runs a loop, whatever happens in a turn.
@@ -74,7 +127,8 @@ class SupervisedThread(RunningLoop):
         self._rests = rests
         self._failures = 0
         self._last_failure = ""
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread = _Thread(target=self._run, name=name, daemon=True)
+        self._thread.may_block = loop.may_block
         self._thread.start()
 
     @property
@@ -84,7 +138,12 @@ class SupervisedThread(RunningLoop):
             is_alive=self._thread.is_alive(),
             failures=self._failures,
             last_failure=self._last_failure,
+            held_up_by=self._loop.held_up_by,
         )
+
+    @property
+    def is_current(self) -> bool:
+        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         pause_s = _SHORTEST_PAUSE_S
@@ -98,7 +157,9 @@ class SupervisedThread(RunningLoop):
                     counted, has_rested = self._rests.after(counted)
             except BaseException as error:  # SystemExit, too, would end the thread in silence
                 self._failures += 1
-                self._last_failure = f"{type(error).__name__}: {error}"
+                self._last_failure = type(error).__name__
+                with suppress(BaseException):  # the error's text may be code that fails as well
+                    self._last_failure += f": {error}"
                 log.exception("thread %s goes on after an error", self._name)
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

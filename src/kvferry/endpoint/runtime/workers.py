@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from kvferry.endpoint.runtime.callers_code import CallersCode
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.ready_signals import Awaited, AwaitedSignals
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -27,7 +28,11 @@ _SLEEPS = SleepBounds(shortest_s=50e-6, of_quiet=1.0, longest_s=1e-3)
 
 
 class Worker(Loop):
-    """Runs the actors of one queue and polls the writes that they started, on a thread of its own."""
+    """Runs the actors of one queue and polls the writes that they started, on a thread of its own.
+
+    Attributes:
+        code: runs what looks at signals, which are the caller's.
+    """
 
     def __init__(
         self,
@@ -36,6 +41,7 @@ class Worker(Loop):
         settling: Settling,
         memory: SourceMemory | None = None,
         bind_thread: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         """Takes a queue; the worker runs nothing before its thread does.
 
@@ -43,15 +49,21 @@ class Worker(Loop):
             settling: the writes that failed, until they settle.
             memory: staging memory of its own, if it gathers.
             bind_thread: called on the worker's thread before it looks at events of the pool's device.
+            now: the time, in seconds of a steady clock.
         """
         self._run_queue = run_queue
         self._memory = memory
         self._transport = transport
         self._writes = WritesInFlight(transport, self._failed)
         self._settling = settling
-        self._signals = AwaitedSignals(bind_thread)
+        self.code = CallersCode(now)
+        self._signals = AwaitedSignals(self.code, bind_thread)
         self._is_stopping = False
         self._last_news_at = time.monotonic()
+
+    @property
+    def held_up_by(self) -> str:  # type: ignore[override]
+        return self.code.held_up_by
 
     @property
     def memory(self) -> SourceMemory:
@@ -154,12 +166,14 @@ class WorkerPool:
         ]
         workers += [(f"{name}-gather-{index}", self.gathering, memory) for index, memory in enumerate(memories)]
         self._stops: list[RunQueue] = []
+        self._workers: list[Worker] = []
         threads: list[RunningLoop] = []
         try:
             for thread_name, run_queue, memory in workers:
                 settling = Settling(settle_s, platform.now)
                 bind_thread = partial(platform.staging.bind_thread, device)
-                worker = Worker(run_queue, transport, settling, memory, bind_thread)
+                worker = Worker(run_queue, transport, settling, memory, bind_thread, platform.now)
+                self._workers.append(worker)
                 threads.append(platform.start(thread_name, worker))
                 self._stops.append(run_queue)
         except BaseException:
@@ -170,6 +184,16 @@ class WorkerPool:
     def queue_of(self, key: bytes) -> RunQueue:
         """Returns the queue for a key, the same one every time."""
         return self.queues[zlib.crc32(key) % len(self.queues)]
+
+    @property
+    def held_up_by(self) -> list[str]:
+        """What of the caller's code workers have been in for long, in words."""
+        return [worker.held_up_by for worker in self._workers if worker.held_up_by]
+
+    def report_held_up(self) -> None:
+        """Logs, once each, which signals do not return that workers look at."""
+        for worker in self._workers:
+            worker.code.report()
 
     def stop(self) -> None:
         """Ends all workers once their writes have ended. May be called again."""

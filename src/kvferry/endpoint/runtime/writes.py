@@ -13,15 +13,15 @@ As long as there are few, every look polls all of them.
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 from kvferry.errors import TransportError
+from kvferry.loggers import logger_of
 from kvferry.transport import TransferHandle, TransferReport, Transport
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 MOST_POLLS = 32
 """Most polls of one look that find nothing, while the worker has events to handle. So many writes are all polled."""
@@ -50,7 +50,7 @@ class WatchedWrite(Protocol):
     def settled(self, error: Exception) -> None:
         """It had failed before, and nothing can arrive in the receiver's memory any more, either."""
 
-    def broke(self, error: Exception) -> None:
+    def broke(self, error: BaseException) -> None:
         """Polling raised what no transport should, for the first time: whether it has ended is not known."""
 
 
@@ -128,7 +128,7 @@ class WritesInFlight:
             self._release(write)
             self._on_failed(write, error)
             return True
-        except Exception as error:
+        except BaseException as error:
             if write not in self._broken:
                 self._broken.add(write)
                 log.exception("the transport broke while a write was polled")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-log = logging.getLogger(__name__)
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
 
 Callback = Callable[[Exception | None], None]
 

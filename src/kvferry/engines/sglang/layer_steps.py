@@ -11,7 +11,6 @@ Where the model reads nothing from the pool, as with a prompt whose latents nobo
 
 from __future__ import annotations
 
-import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -25,8 +24,9 @@ from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.device_events import DeviceEvent
 from kvferry.engines.sglang.layouts import DENSE, DRAFT, KV_GROUP
 from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class StepSender(Protocol):

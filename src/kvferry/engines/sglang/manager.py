@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from functools import partial
@@ -49,8 +48,9 @@ from kvferry.engines.sglang.prefill_server import PrefillServer, described, http
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _FIRST_CONTACT_S = 0.1
 """How long the scheduler waits for the first look-up of a prefill server; then it goes on, and tries again a second

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,9 @@ from sglang.srt.runtime_context import get_disagg, get_memory, get_parallel
 
 from kvferry.engines.sglang.versions import refused
 from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 INSTEAD = {
     "SGLANG_DISAGGREGATION_NIXL_BACKEND": "KVFERRY_NIXL_BACKEND chooses NIXL's backend",

@@ -7,7 +7,6 @@ else.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from enum import Enum
 from functools import cache
@@ -35,8 +34,9 @@ from kvferry.engines.sglang.names import (
 )
 from kvferry.engines.sglang.settings import PluginSettings
 from kvferry.engines.sglang.unified import may_move
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 NAME = "kvferry"
 """For --disaggregation-transfer-backend."""

@@ -7,7 +7,6 @@ counts only if the pool confirms it.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -40,8 +39,9 @@ from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.engines.sglang.stages import stages_of
 from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
 from kvferry.errors import LayoutError, UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _FULL = "layers with full attention"
 _WINDOWS = "layers with sliding windows"

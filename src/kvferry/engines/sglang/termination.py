@@ -8,11 +8,12 @@ of it. And when a rank's scheduler ends, its endpoints are closed, so that their
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import Any
 
-log = logging.getLogger(__name__)
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
 
 _QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 

@@ -5,7 +5,6 @@ Set `kv_connector` to "KVFerryConnector" and `kv_connector_module_path` to "kvfe
 
 from __future__ import annotations
 
-import logging
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +54,7 @@ from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.termination import drain_timeout_s, letting_all_come, watch_for_termination
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
+from kvferry.loggers import logger_of
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 class KVFerryMetadata(KVConnectorMetadata):  # type: ignore[misc]

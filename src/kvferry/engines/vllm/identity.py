@@ -5,7 +5,6 @@ Nothing of vLLM is imported: the connector hands its objects in. What of vLLM's 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,8 +19,9 @@ from kvferry.engines.fingerprint import (
     short_text,
 )
 from kvferry.errors import ModelError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 MULTIMODAL_FIELD = "multimodal_inputs"
 """The field that lets multimodal inputs be compared by place alone where an operator lets it differ."""

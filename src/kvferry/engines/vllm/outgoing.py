@@ -11,7 +11,6 @@ one thread waits for the device, which cannot.
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -26,8 +25,9 @@ from numpy.typing import NDArray
 from kvferry import GroupPages, Sender, TransferState
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.errors import KVFerryError, QueueFullError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 Pages: TypeAlias = "NDArray[np.int64]"
 

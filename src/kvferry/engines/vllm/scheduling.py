@@ -8,7 +8,6 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -26,8 +25,9 @@ from kvferry.engines.vllm.parameters import (
 )
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _SHORTENED = "_p_side_truncated"
 """In a request's parameters: its prompt has been cut. vLLM's NIXL connector marks so what it has cut, and looks for it,

@@ -12,7 +12,6 @@ it is. Only towards other engines the ranks that share tokens are context-parall
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,9 @@ from typing import Any
 from kvferry import RankCoordinates, TokenShare, interleaved
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.errors import LayoutError, SettingsError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ kvferry's own threads move the bytes, also while the engine does nothing; the me
 
 from __future__ import annotations
 
-import logging
 import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -35,8 +34,9 @@ from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import KVFerryError
+from kvferry.loggers import logger_of
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 Result = TypeVar("Result")
 

@@ -33,7 +33,7 @@ class AbortRequested:
 class Broke:
     """An unexpected error arose in this process, from no message and no write."""
 
-    error: Exception
+    error: BaseException
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,12 @@ class Tick:
     """Time has passed."""
 
 
-def caused(what: str, cause: Exception) -> TransferFailedError:
+def caused(what: str, cause: BaseException) -> TransferFailedError:
     """Makes the error of a transfer that another exception ended; its message quotes that one's type and text."""
-    error = TransferFailedError(f"{what}: {type(cause).__name__}: {cause}")
+    try:
+        text = str(cause)
+    except BaseException as problem:  # code of whoever has raised it
+        text = f"(its text raises {type(problem).__name__})"
+    error = TransferFailedError(f"{what}: {type(cause).__name__}: {text}")
     error.__cause__ = cause
     return error

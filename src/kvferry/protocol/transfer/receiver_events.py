@@ -68,7 +68,7 @@ class PartPlaced:
 
     writer: int
     sequence: int
-    error: Exception | None = None
+    error: BaseException | None = None
     purpose: str = ""
 
 

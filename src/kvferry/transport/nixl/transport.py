@@ -18,7 +18,6 @@ sent stays queued, is read when they next have work, and lands then: any time la
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +32,7 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.layout import Device, Region
+from kvferry.loggers import logger_of
 from kvferry.plan import TransferPath
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.settings import Settings, environment
@@ -54,7 +54,7 @@ from kvferry.transport.nixl.scatter_gather import plugin_file, told
 from kvferry.transport.nixl.shares import NixlHandle, Share, parts, seconds, sum_of
 from kvferry.transport.registered import RegisteredMemory, check_regions
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _Argument = TypeVar("_Argument")
 _Answer = TypeVar("_Answer")
