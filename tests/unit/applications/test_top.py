@@ -112,6 +112,10 @@ def test_nothing_is_wrong_where_nothing_is():
             "has received nothing from decode-0-xyz for 4.5 s",
         ),
         ({"threads": (ThreadStatus(name="t", is_alive=False, failures=1, last_failure="E: x"),)}, "thread t has ended"),
+        (
+            {"threads": (ThreadStatus(name="t", is_alive=True, failures=0, last_failure="", held_up_by="the signal f"),)},
+            "prefill prefill/3: thread t is held up by the signal f",
+        ),
         ({"problem": "not registered: no answer"}, "prefill prefill/3: not registered: no answer"),
         ({"quarantined_pages": 6, "quarantine_s": 12.0}, "6 pages are quarantined, the first for 12.0 s"),
         (

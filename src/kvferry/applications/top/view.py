@@ -62,6 +62,8 @@ def troubles(samples: Sequence[Sample]) -> Iterator[str]:
         for thread in status.threads:
             if not thread.is_alive:
                 yield f"{name}: thread {thread.name} has ended ({thread.last_failure or 'without an error'})"
+            if thread.held_up_by:
+                yield f"{name}: thread {thread.name} is held up by {thread.held_up_by}"
         if status.problem:
             yield f"{name}: {status.problem}"
         yield from (f"{name}: {peer.name} is not found: {peer.problem}" for peer in status.peers if peer.problem)

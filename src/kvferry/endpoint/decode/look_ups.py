@@ -25,7 +25,7 @@ def look_up(registry: Registry, key: LinkKey) -> tuple[EngineView | None, KVFerr
         return view, PeerDisconnectedError(f"the registry at {registry.url_for(key.engine)} knows {missing}")
     except RegistryError as error:
         return None, error
-    except Exception as error:
+    except BaseException as error:  # a registry may be the caller's own
         unexpected = RegistryError(f"looking up {key.engine!r} failed: {type(error).__name__}: {error}")
         unexpected.__cause__ = error
         return None, unexpected

@@ -193,7 +193,7 @@ class Quarantine:
     def _learn(self, pod: PodIdentity) -> None:
         try:
             self._look_at(pod)
-        except Exception as error:
+        except BaseException as error:
             self._failed(error)
 
     def _ask(self, doubtful: Sequence[tuple[str, ProcessIdentity]]) -> None:
@@ -206,7 +206,7 @@ class Quarantine:
                     log.warning("prefill endpoint %s has ended: the Kubernetes API says that %s", endpoint, why)
                     proved.append((endpoint, Proof.KUBERNETES))
             self._problem = ""
-        except Exception as error:
+        except BaseException as error:
             self._failed(error)
         self._context.submit(partial(self._asked, proved))
 
@@ -237,7 +237,7 @@ class Quarantine:
         node = self._orchestrator.node(name) if name is not None else None
         return why_ended(pod, found, name, node)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: BaseException) -> None:
         problem = str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"
         if problem != self._problem:
             log.warning("whether lost prefill ranks have ended cannot be asked: %s", problem)
