@@ -15,6 +15,10 @@ from tests.support.engines import WAIT_S, Request, Requests
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, TransferState
+from kvferry.endpoint.decode import driver
+from kvferry.endpoint.runtime.callers_code import Callbacks
+from kvferry.endpoint.runtime.platform import SystemPlatform
+from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import TransferFailedError, UsageError
 
 S = TransferState
@@ -226,7 +230,9 @@ def test_an_endpoint_that_calls_nobody_back_has_no_thread_for_it(pair: Callable[
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_an_endpoint_may_be_closed_by_a_callback(pair: Callable[..., Requests], side: str):
+def test_an_endpoint_may_be_closed_by_a_callback(
+    pair: Callable[..., Requests], side: str, caplog: pytest.LogCaptureFixture
+):
     requests, closed = pair(), threading.Event()
     request, other = opened(requests, 2)
     endpoint, transfer = endpoint_of(requests, side), transfer_of(request, side)
@@ -243,6 +249,7 @@ def test_an_endpoint_may_be_closed_by_a_callback(pair: Callable[..., Requests], 
     with running(endpoint.close):
         pass
     eventually("its threads have ended", lambda: not any(thread.is_alive for thread in endpoint.health))
+    assert "closing does not wait" not in caplog.text
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -265,6 +272,7 @@ def test_an_endpoint_may_be_closed_by_a_callback_and_by_another_thread_at_once(
         eventually("both close", lambda: endpoint.not_ready)
         goes.set()
     eventually("its threads have ended", lambda: not any(thread.is_alive for thread in endpoint.health))
+    assert "closing does not wait" not in caplog.text
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -291,6 +299,33 @@ def test_closing_waits_for_no_callback_that_wants_what_the_closer_holds(
         pass
     assert "wants_the_lock of room 1" in caplog.text
     eventually("its threads have ended", lambda: not any(thread.is_alive for thread in endpoint.health))
+
+
+def test_closing_has_a_bound_also_where_a_call_of_the_transport_hangs(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(driver, "THREADS_END_S", 0.5)
+    requests, released, entered = pair(close_timeout_s=0.5), threading.Event(), threading.Event()
+    opened(requests, 1)
+    transport, endpoint = requests.decode.transports[0], requests.decode.endpoints[0]
+
+    def hang() -> None:
+        entered.set()
+        released.wait(WAIT_S)
+
+    transport.on_take = hang
+    try:
+        assert entered.wait(WAIT_S)
+        with running(endpoint.close):
+            pass
+        assert "threads do not end: kvferry-decode-0. The endpoint stays until close() is called" in caplog.text
+        assert not transport._closed
+    finally:
+        released.set()
+    eventually("the thread has ended", lambda: not endpoint.health[0].is_alive)
+    with running(endpoint.close):
+        pass
+    assert transport._closed
 
 
 @pytest.mark.parametrize(
@@ -339,6 +374,32 @@ def test_a_callback_may_wait_for_other_transfers(pair: Callable[..., Requests]):
     request.wait(10)
     requests.submit(other)
     assert waited.wait(10)
+
+
+def test_a_change_that_comes_while_a_callback_runs_is_reported_after_it():
+    posted, seen = list[Callable[[], None]](), list[TransferState]()
+
+    class Later(Callbacks):
+        def start(self) -> None:
+            pass
+
+        def post(self, work: Callable[[], None]) -> None:
+            posted.append(work)
+
+    transfer = Transfer(1, lambda reason: None, Later(SystemPlatform(), "nobody"))
+
+    def look() -> None:
+        seen.append(transfer.state)
+        if transfer.state is S.WAITING_FOR_INPUT:
+            transfer._update(S.SUCCESS, None, pages_reusable=True)
+
+    transfer.add_change_callback(look)
+    transfer._update(S.BOOTSTRAPPING, None, pages_reusable=False)
+    transfer._update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
+    transfer._update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
+    while posted:
+        posted.pop(0)()
+    assert seen == [S.WAITING_FOR_INPUT, S.SUCCESS]
 
 
 # ---- one of many ------------------------------------------------------------------------------------------------
