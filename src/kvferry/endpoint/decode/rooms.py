@@ -389,13 +389,13 @@ class ReceivingRooms:
 
         Rooms that hold no pages are forgotten where it was not answered for too long.
         """
-        is_due = self.heartbeats.renew_silent(now)
-        self.refusals.repeat(now, is_due=is_due)
+        are_renewed = self.heartbeats.renew_silent(now)
+        self.refusals.repeat(now, at_once=are_renewed)
         self.links.ask_about_lost_ranks(now)
         for room, again in list(self._ended.items()):
             if now >= again.until and room in self._unanswered:
                 self.apply(room, AnswersOverdue(), now)
-            elif again.is_due(now, at_once=is_due):
+            elif again.is_due(now, at_once=are_renewed):
                 self._ask_to_stop(room, now)
 
     def _ask_to_stop(self, room: ReceivingRoom, now: float) -> None:
