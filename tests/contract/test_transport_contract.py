@@ -411,6 +411,39 @@ def test_notifications_of_several_peers_name_each(kit: Kit):
     assert sorted(arrivals(receiver.transport, 3)) == sorted(expected)
 
 
+# --- what fails in the middle
+
+
+def test_a_post_that_fails_in_the_middle_has_sent_nothing_or_ends_like_any_write(
+    kit: Kit, monkeypatch: pytest.MonkeyPatch
+):
+    """Unless the transport promises no such thing: then whoever posts takes it for a write that may arrive."""
+    pair = connected(kit)
+    transport, some = pair.here.transport, [(0, 64, 128, 100), (32768, 32, 96, 100)]
+    lists, order = pair.lists(some, some), np.arange(200, dtype=np.int32)
+    elsewhere = pair.lists([(65536, 64, 64, 1)], [(65536, 64, 64, 1)])
+    pair.here.memory[:] = 1
+    with monkeypatch.context() as patch:
+        kit.kind.breaks(transport, patch)
+        try:
+            transfer = transport.post(lists[0], order, lists[1], order, b"half")
+        except TransportError:
+            transfer = None
+            if not transport.promises.posts_all_or_nothing:
+                return
+    if transfer is not None:
+        with pytest.raises(TransportError, match=r"planted|Mooncake|not all of a write"):
+            until("end of a write", lambda: transport.poll(transfer))
+        transport.release(transfer)
+    before = pair.there.memory.copy()
+    assert transfer is not None or set(before.tolist()) == {POISON}
+    pair.here.memory[:] = 2
+    write(pair, elsewhere, numbers(0), numbers(0), b"whole")
+    assert arrivals(pair.there.transport, 1) == [(pair.name, b"whole")]
+    before[65536 : 65536 + 64] = 2
+    np.testing.assert_array_equal(pair.there.memory, before)
+
+
 # --- refusals
 
 

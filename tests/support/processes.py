@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from tests.support import broken_wire
 from tests.support.caches import Model, Shape, pool
 from tests.support.commands import kvferry
 from tests.support.gates import Gates
@@ -288,6 +289,17 @@ class Rank:
         chunks = transfer.stats.chunks if isinstance(transfer, Receiver) else 0
         return transfer.state.name, transfer.pages_reusable, chunks
 
+    def wire_is_slow(self, bytes_per_s: float) -> None:
+        """Receives no faster; as with the two that follow, only in a process that began with that library."""
+        broken_wire.is_slow(bytes_per_s)
+
+    def wire_breaks(self, after_bytes: int) -> None:
+        """Breaks the first connection that has sent so many bytes from now on."""
+        broken_wire.breaks(after_bytes)
+
+    def is_wire_broken(self) -> bool:
+        return broken_wire.is_broken()
+
     def touched(self) -> int:
         """How many bytes of the whole pool were ever written."""
         assert self.pool is not None
@@ -345,12 +357,15 @@ def _preloaded() -> multiprocessing.context.ForkServerContext:
 class RankProcess:
     """The process, as the test sees it."""
 
-    def __init__(self, *, environment: dict[str, str] | None = None, host: Host | None = None) -> None:
+    def __init__(
+        self, *, environment: dict[str, str] | None = None, host: Host | None = None, is_fresh: bool = False
+    ) -> None:
         """Args:
         environment: variables to set there.
         host: where it runs; here if None.
+        is_fresh: whether it is a new program, with the variables of this process, and not a copy of one.
         """
-        context = _preloaded()
+        context = multiprocessing.get_context("spawn") if is_fresh else _preloaded()
         self._connection, theirs = context.Pipe()
         namespaces = host.namespaces if host is not None else ()
         self._process = context.Process(target=_serve, args=(theirs, environment or {}, namespaces), daemon=True)

@@ -6,14 +6,15 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.toy_transport import ToyTransport
+from tests.support.toy_transport import ToyConnection, ToyTransport
 from tests.support.waiting import PATIENCE_S
 
-from kvferry.errors import TransportUnavailableError
+from kvferry.errors import TransportError, TransportUnavailableError
 from kvferry.layout import Device, Region
 from kvferry.staging.mapped import MappedTransport
 from kvferry.testing.device import FakeDevice, FakeResources
@@ -57,7 +58,71 @@ class Moving(SimulatedTransport):
 
 
 NOTHING = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False)
+WHOLE_POSTS = replace(NOTHING, posts_all_or_nothing=True)
 ONLY_DEATH = replace(NOTHING, fenced_by_death=True)
+DEATH_AND_WHOLE_POSTS = replace(ONLY_DEATH, posts_all_or_nothing=True)
+
+
+def _raise(*_: object) -> Any:
+    raise TransportError("planted: nothing begins")
+
+
+def _nixl_breaks(transport: NixlTransport, patch: pytest.MonkeyPatch) -> None:
+    """All of a request is posted, and then it raises."""
+    agent, error = transport._agent, transport._nixl.nixlBackendError("planted")
+    left = [error]
+
+    class Breaking:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(agent, name)
+
+        def postXferReq(self, *arguments: Any) -> Any:  # noqa: N802
+            if not left:
+                return agent.postXferReq(*arguments)
+            agent.postXferReq(arguments[0], b"")  # what fails in the middle sends no notification
+            raise left.pop()
+
+    patch.setattr(transport, "_agent", Breaking())
+
+
+def _mooncake_breaks(transport: MooncakeTransport, patch: pytest.MonkeyPatch) -> None:
+    """The third range is refused."""
+    engine, submitted = transport._engine, count(1)
+
+    class Breaking:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(engine, name)
+
+        def transfer_submit_write(self, *arguments: Any) -> int:
+            number: int = 0 if next(submitted) == 3 else engine.transfer_submit_write(*arguments)
+            return number
+
+    patch.setattr(transport, "_engine", Breaking())
+
+
+def _mapped_breaks(transport: MappedTransport, patch: pytest.MonkeyPatch) -> None:
+    """The second kernel is not launched."""
+    stream = type(transport._copies.streams.own())
+    launch, launched = stream.launch_runs, count(1)
+
+    def launches(self: Any, copy: Any) -> None:
+        if next(launched) == 2:
+            raise RuntimeError("planted")
+        launch(self, copy)
+
+    patch.setattr(stream, "launch_runs", launches)
+
+
+def _toy_breaks(transport: ToyTransport, patch: pytest.MonkeyPatch) -> None:
+    """One range is sent, and the rest not even queued."""
+    queue, queued = ToyConnection.queue, count(1)
+
+    def queues(self: Any, *parts: Any) -> None:
+        if next(queued) == 3:
+            raise TransportError("planted")
+        queue(self, *parts)
+
+    patch.setattr(ToyConnection, "queue", queues)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +133,7 @@ class Kind:
         of: its class.
         make: makes one of a name.
         promises: what it promises: whoever promises more extends the tests, since what holds pages relies on it.
+        breaks: lets the library of one fail in the middle of its next post, where it has a library.
         joins: whether ranges that go on on both sides become one.
         cuts: how many descriptors may be cut in two, to share a write between threads.
         has_device: whether it brings a device of its own, whatever the machine has.
@@ -76,6 +142,9 @@ class Kind:
     of: type[Transport]
     make: Callable[[Kit, str], Transport]
     promises: Promises = NOTHING
+    breaks: Callable[[Any, pytest.MonkeyPatch], None] = lambda transport, patch: patch.setattr(
+        transport, "start", _raise
+    )
     joins: bool = True
     cuts: int = 0
     has_device: bool = False
@@ -90,26 +159,36 @@ KINDS = {
     "inprocess": Kind(
         InProcessTransport,
         lambda kit, name: InProcessTransport(kit.network, name),
-        replace(ONLY_DEATH, fenced_by_deregistration=True),  # writes are their process's own steps
+        replace(DEATH_AND_WHOLE_POSTS, fenced_by_deregistration=True),  # writes are their process's own steps
     ),
     "simulated": Kind(Moving, lambda kit, name: Moving(kit.wire, name), ONLY_DEATH, joins=False),
     # What it promises was measured: tests/processes.
-    "nixl": Kind(NixlTransport, lambda kit, name: NixlTransport(name), ONLY_DEATH),
+    "nixl": Kind(NixlTransport, lambda kit, name: NixlTransport(name), DEATH_AND_WHOLE_POSTS, _nixl_breaks),
     "nixl with threads": Kind(
-        NixlTransport, lambda kit, name: NixlTransport(name, threads=2, smallest_share=1), ONLY_DEATH, cuts=1
+        NixlTransport,
+        lambda kit, name: NixlTransport(name, threads=2, smallest_share=1),
+        DEATH_AND_WHOLE_POSTS,
+        _nixl_breaks,
+        cuts=1,
     ),
-    "nixl as endpoints have it": Kind(NixlTransport, nixl_as_endpoints_have_it, ONLY_DEATH, cuts=1),
-    "mooncake": Kind(MooncakeTransport, lambda kit, name: MooncakeTransport(name), ONLY_DEATH),
+    "nixl as endpoints have it": Kind(
+        NixlTransport, nixl_as_endpoints_have_it, DEATH_AND_WHOLE_POSTS, _nixl_breaks, cuts=1
+    ),
+    "mooncake": Kind(
+        MooncakeTransport, lambda kit, name: MooncakeTransport(name), DEATH_AND_WHOLE_POSTS, _mooncake_breaks
+    ),
     # A kernel into mapped memory is fenced by nothing that was measured: staging/mapped.py.
     "mapped-inprocess": Kind(
         MappedTransport,
         lambda kit, name: MappedTransport(
             InProcessTransport(kit.network, name), FakeResources(kit.device), offers=True
         ),
+        WHOLE_POSTS,
+        _mapped_breaks,
         joins=False,
         has_device=True,
     ),
-    "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name)),
+    "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name), breaks=_toy_breaks),
 }
 """Every transport that keeps the contract: a new one is added here."""
 

@@ -9,7 +9,7 @@ from typing import Any
 from kvferry.transport import TransferHandle
 
 
-def _nothing(_: object) -> None:
+def _nothing(_: object, **how: object) -> None:
     pass
 
 
@@ -20,6 +20,6 @@ class Watched:
     transfer: TransferHandle
     receiver: str
     done: Callable[[Any], None] = _nothing
-    failed: Callable[[Exception], None] = _nothing
+    failed: Callable[..., None] = _nothing
     settled: Callable[[Exception], None] = _nothing
     broke: Callable[[BaseException], None] = _nothing

@@ -181,13 +181,20 @@ class _MappedWrite(TransferHandle):
 class MappedTransport(RangeTransport[MappedConnection]):
     """Copies into peers' mapped memory by kernels, and notifies by another transport.
 
-    It promises nothing: a kernel runs to its end, whatever its process or the owner of the memory does meanwhile. When
-    a GPU is through with the kernels of a process that was killed has not been measured, and NVIDIA's kernel module may
-    clean up after such a process some time after it has ended.
+    It promises that a post which raises has launched nothing, and no more: a kernel runs to its end, whatever its
+    process or the owner of the memory does meanwhile. When a GPU is through with the kernels of a process that was
+    killed has not been measured, and NVIDIA's kernel module may clean up after such a process some time after it has
+    ended.
     """
 
     name = "mapped"
-    promises = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False)
+    promises = Promises(
+        can_abort=False,
+        fenced_by_deregistration=False,
+        fenced_by_death=False,
+        keeps_order=False,
+        posts_all_or_nothing=True,
+    )
     may_deliver_late = False
     memory_kinds: ClassVar[frozenset[MemoryKind]] = frozenset(MemoryKind)
 

@@ -7,6 +7,9 @@ The contract, which `tests/contract` checks for every transport:
 * `write` needs no list: one range of memory of any length, in one piece.
 * `post` starts a write. It may complete at once. The caller must `poll` until `poll` returns a report or raises: a
   notification may leave only when its sender polls.
+* A `post` or `write` that raises may have begun: what it had posted goes on, reads our memory and arrives, and nothing
+  says when that is over. Where the transport promises `posts_all_or_nothing`, none of it is: a library that fails in
+  the middle of a post is then a write that fails, whose `poll` raises once what was posted has ended.
 * After `poll` returned a report, all bytes are in the peer's memory and ours is no longer read; then, and not before,
   the peer receives the notification. After `poll` raised, the transport reads our memory no more and sends nothing
   more of the write. What it had sent may still arrive for a moment where the transport says so (`may_deliver_late`):
@@ -83,12 +86,15 @@ class Promises:
         fenced_by_death: once the process that writes has ended, and what the network had for us has arrived
             (KVFERRY_QUARANTINE_S), nothing more of its writes does. Without this no proof of an end gives pages back.
         keeps_order: writes to one peer arrive in the order in which they were posted.
+        posts_all_or_nothing: a `post` or `write` that raised has sent nothing, and reads nothing. Without this such a
+            write counts as one that failed in the middle, for KVFERRY_QUARANTINE_S, and the peer is connected anew.
     """
 
     can_abort: bool
     fenced_by_deregistration: bool
     fenced_by_death: bool
     keeps_order: bool
+    posts_all_or_nothing: bool = False
 
 
 class TransferHandle:
@@ -236,7 +242,7 @@ class Transport(ABC):
 
         Raises:
             PeerDisconnectedError: if the connection is gone.
-            TransportError: for anything else; nothing is in flight then.
+            TransportError: for anything else. See `Promises.posts_all_or_nothing` for what may be in flight then.
         """
 
     @abstractmethod
@@ -249,7 +255,7 @@ class Transport(ABC):
         Raises:
             RegistrationError: if either range lies outside registered memory.
             PeerDisconnectedError: if there is no connection.
-            TransportError: for anything else; nothing is in flight then.
+            TransportError: for anything else. See `Promises.posts_all_or_nothing` for what may be in flight then.
         """
 
     @abstractmethod

@@ -69,7 +69,13 @@ class InProcessTransport(RangeTransport[InProcessConnection]):
     """Moves bytes within the process."""
 
     name = "inprocess"
-    promises = Promises(can_abort=False, fenced_by_deregistration=True, fenced_by_death=True, keeps_order=False)
+    promises = Promises(
+        can_abort=False,
+        fenced_by_deregistration=True,
+        fenced_by_death=True,
+        keeps_order=False,
+        posts_all_or_nothing=True,
+    )
     may_deliver_late = False
 
     def __init__(self, network: InProcessNetwork, endpoint_name: str | None = None) -> None:

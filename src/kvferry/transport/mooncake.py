@@ -332,7 +332,11 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         self.memory_kinds = frozenset({MemoryKind.DRAM} | ({MemoryKind.VRAM} if is_for_cuda else set()))  # type: ignore[misc]
         self._is_tcp = _uses_tcp()
         self.promises = Promises(
-            can_abort=False, fenced_by_deregistration=False, fenced_by_death=self._is_tcp, keeps_order=False
+            can_abort=False,
+            fenced_by_deregistration=False,
+            fenced_by_death=self._is_tcp,
+            keeps_order=False,
+            posts_all_or_nothing=True,
         )
         self._channel = MessageChannel(endpoint_name, host, advertised)
         self._pieces = Pieces()

@@ -92,7 +92,7 @@ class RangeTransport(Transport, Generic[ConnectionT]):
 
         Raises:
             PeerDisconnectedError: if the connection is gone.
-            TransportError: for anything else; nothing is in flight then.
+            TransportError: for anything else. See `Promises.posts_all_or_nothing` for what may be in flight then.
         """
 
     def make_list(self, rows: RowArray, peer: str | None) -> PreparedList:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
+from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, TransferPath, Unit
 from kvferry.protocol.transfer.sender_events import Write, WriteDone, WriteFailed
@@ -76,7 +77,19 @@ def test_the_record_adds_up_the_parts(surface: Surface):
 def test_a_write_that_fails_says_so_once_outside_of_the_room_and_twice_to_it(surface: Surface):
     error = OSError("broken")
     assert surface.write.failure(error, may_arrive=True) == WriteFailed("d0", 3, error, may_arrive=True)
-    assert surface.log == [("broken off", "d0"), ("observed", "broken"), ("connection", "broken")]
+    assert surface.log == [("broken off", "d0"), ("observed", "broken")]
     assert surface.write.end(error) == WriteFailed("d0", 3, error)
-    assert surface.log[3:] == [("lists", "given back")]
+    assert surface.log[2:] == [("lists", "given back")]
     assert not surface.records
+
+
+@pytest.mark.parametrize(
+    ("error", "is_read"),
+    [(PeerDisconnectedError("broken"), False), (OSError("broken"), True)],
+    ids=["its connection broke", "what was posted may go on"],
+)
+def test_after_a_failure_that_only_connecting_anew_mends_the_decode_rank_is_given_up(
+    surface: Surface, error: Exception, is_read: bool
+):
+    surface.write.failure(error, may_arrive=True, is_read=is_read)
+    assert surface.log == [("broken off", "d0"), ("observed", "broken"), ("connection", "broken")]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
+from tests.support.transports import NOTHING
 from tests.support.watched import Watched
 
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -86,8 +88,9 @@ def test_a_write_that_fails_while_others_settle_does_not_count_their_time(clock:
 class Failing:
     """A transport whose writes fail when they are polled."""
 
-    def __init__(self, *, may_deliver_late: bool) -> None:
+    def __init__(self, *, may_deliver_late: bool, posts_all_or_nothing: bool = False) -> None:
         self.may_deliver_late = may_deliver_late
+        self.promises = replace(NOTHING, posts_all_or_nothing=posts_all_or_nothing)
         self.released = 0
 
     def poll(self, transfer: Any) -> None:
@@ -101,8 +104,8 @@ def unexpected(what: object) -> None:
     raise AssertionError(what)
 
 
-def noted(notes: list[tuple[str, str]], what: str) -> Callable[[Exception], None]:
-    return lambda error: notes.append((what, str(error)))
+def noted(notes: list[tuple[str, str]], what: str) -> Callable[..., None]:
+    return lambda error, **how: notes.append((" and ".join([what, *(key for key in how if how[key])]), str(error)))
 
 
 @pytest.mark.parametrize("may_deliver_late", [True, False])
@@ -114,7 +117,7 @@ def test_a_worker_says_at_once_that_a_write_failed_and_later_that_nothing_of_it_
     worker = Worker(queue, transport, Settling(SETTLE_S, clock))  # type: ignore[arg-type]
     failed, settled = noted(notes, "failed"), noted(notes, "settled")
     worker.watch(Watched(TransferHandle(), "peer", done=unexpected, failed=failed, broke=unexpected, settled=settled))
-    assert notes == [("failed", "broken")] if may_deliver_late else [("failed", "broken"), ("settled", "broken")]
+    assert notes == [("failed" if may_deliver_late else "settled", "broken")]
     assert transport.released == 1
     assert worker.has_work() is may_deliver_late
     queue.put(None)  # it is to stop, and does not as long as something may arrive
@@ -122,6 +125,23 @@ def test_a_worker_says_at_once_that_a_write_failed_and_later_that_nothing_of_it_
     while worker.turn(may_wait=False):
         clock.now += 0.01
         turns += 1
-    assert notes == [("failed", "broken"), ("settled", "broken")]
+    assert notes == [("failed", "broken"), ("settled", "broken")][-1 - may_deliver_late :]
     assert transport.released == 1
     assert turns >= 20 if may_deliver_late else turns <= 1
+
+
+@pytest.mark.parametrize("promises", [True, False])
+def test_a_write_whose_post_raises_may_arrive_and_be_read_unless_the_transport_promises_that_nothing_was_posted(
+    clock: Clock, promises: bool
+):
+    transport, notes = Failing(may_deliver_late=False, posts_all_or_nothing=promises), list[tuple[str, str]]()
+    worker = Worker(RunQueue(), transport, Settling(SETTLE_S, clock))  # type: ignore[arg-type]
+    failed, settled = noted(notes, "failed"), noted(notes, "settled")
+    write = Watched(TransferHandle(), "peer", done=unexpected, failed=failed, broke=unexpected, settled=settled)
+    worker.post_raised(write, OSError("half-way"))
+    assert notes == [("settled" if promises else "failed and is_read", "half-way")]
+    for _ in range(30):
+        clock.now += 0.01
+        worker.turn(may_wait=False)
+    assert notes[1:] == ([] if promises else [("settled", "half-way")])
+    assert transport.released == 0

@@ -44,7 +44,7 @@ class OneChunk:
     def is_through(self) -> bool:
         return self.next_bytes is None or self.error is not None
 
-    def post(self, slot: object, memory: object, span: Span, *, ready_at: float | None) -> None:
+    def post(self, slot: object, span: Span, worker: object, *, ready_at: float | None) -> None:
         self.next_bytes = None
         self.posted.append(span)
 

@@ -240,6 +240,15 @@ def test_a_rank_that_is_drained_without_a_word_ends_the_room():
     assert receiver.are_pages_reusable
 
 
+def test_why_a_rank_failed_is_known_from_whichever_message_comes():
+    failed = sender_failed(1, "TransportError", "the cable was cut")
+    drained = SenderDrained(1, error="TransportError", reason="the cable was cut")
+    for messages in ([failed], [drained], [failed, drained], [drained, failed]):
+        receiver = machine()
+        run(receiver, connected(0, 1), *messages)
+        assert "prefill rank 1 failed with TransportError: the cable was cut" in str(receiver.error)
+
+
 @pytest.mark.parametrize("event", [AbortRequested("gone"), ConnectFailed(OSError("refused"))])
 def test_a_room_that_failed_before_anyone_was_asked_gives_its_pages_back_at_once(event: Any):
     receiver = machine()

@@ -442,6 +442,17 @@ def test_a_write_of_which_nothing_was_sent_leaves_nothing_to_wait_for():
     assert run(sender, WriteFailed("d0", 0, OSError("not posted")))[-1] == SendDrained("d0", 1)
 
 
+def test_drained_says_why_the_room_failed_in_case_nothing_else_arrives():
+    sender = machine()
+    run(sender, opened(), chunk(1))
+    *_, drained = run(sender, WriteFailed("d0", 0, OSError("link down")))
+    assert isinstance(drained, SendDrained)
+    assert drained.error is sender.error is not None
+    *_, drained = run(sender, opened("d1", generation=2))
+    assert isinstance(drained, SendDrained)
+    assert drained.error is sender.error
+
+
 def test_a_finish_that_cannot_be_told_fails_the_room():
     sender = machine()
     run(sender, opened("d0", expected_receivers=2, pages=[]), opened("d1", expected_receivers=2, pages=[]))

@@ -370,7 +370,8 @@ class ReceivingRooms:
             case messages.RoomFailed():
                 self.apply(room, message, now)
             case messages.Drained():
-                self.apply(room, SenderDrained(message.writer, message.after_failure), now)
+                drained = SenderDrained(message.writer, message.after_failure, message.error, message.reason)
+                self.apply(room, drained, now)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 

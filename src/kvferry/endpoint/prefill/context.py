@@ -59,8 +59,8 @@ class PrefillContext:
         callbacks: calls the caller back when transfers change.
         now: the time, in seconds of a steady clock.
         send: sends a control message to a decode rank.
-        write_failed: is told that a write to a decode rank failed: where the connection broke, nothing else will get
-            there either.
+        write_failed: is told of a failed write to a decode rank after which nothing else is to be sent there until it
+            has connected anew.
         spoken: the versions of the protocol in which decode ranks are spoken to.
         broken_off: decode ranks that what was sent of a failed write may still reach.
     """
@@ -98,13 +98,17 @@ class PrefillContext:
         )
         self.send(receiver, message)
 
-    def tell_drained(self, receiver: str, room: int, generation: int, *, after_failure: bool) -> None:
-        """Tells a decode rank that this rank will not write for a room again."""
+    def tell_drained(
+        self, receiver: str, room: int, generation: int, *, after_failure: bool, error: Exception | None
+    ) -> None:
+        """Tells a decode rank that this rank will not write for a room again, and why if that failed here."""
         message = messages.Drained(
             endpoint=self.identity.endpoint,
             room=room,
             generation=generation,
             writer=self.engine_rank,
             after_failure=after_failure,
+            error=type(error).__name__ if error is not None else "",
+            reason=str(error) if error is not None else "",
         )
         self.send(receiver, message)

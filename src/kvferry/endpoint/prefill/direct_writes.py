@@ -26,7 +26,7 @@ class DirectWrite(RoomWrite):
     """
 
     transfer: TransferHandle
-    _admitted: Admitted
+    _admitted: Admitted | None
     _part: Callable[..., PartRecord]
 
     @property
@@ -41,17 +41,17 @@ class DirectWrite(RoomWrite):
         ready_at = context.now()
         try:
             selected = self.target.attachment.select(command.unit, self.target.elected, command.moves)
-            selected_at = context.now()
+            notification = context.encoded(self.receiver, self._arrived())
+        except Exception as error:  # nothing was posted
+            self.settled(error)
+            return
+        selected_at = context.now()
+        try:
             self.transfer = context.transport.post(
-                selected.local,
-                selected.local_indices,
-                selected.remote,
-                selected.remote_indices,
-                context.encoded(self.receiver, self._arrived()),
+                selected.local, selected.local_indices, selected.remote, selected.remote_indices, notification
             )
         except Exception as error:
-            context.admission.give_back(admitted)
-            self.settled(error)
+            worker.post_raised(self, error)
             return
         self._part = partial(
             PartRecord,
@@ -68,14 +68,13 @@ class DirectWrite(RoomWrite):
         """Takes note that it is complete."""
         part = self._part(landed_at=self.target.context.now(), num_bytes=report.total_bytes)
         self.arrived(report, part, descriptors=report.descriptors)
-        self.target.context.admission.give_back(self._admitted)
         self._end(None)
 
-    def failed(self, error: Exception) -> None:
-        """Takes note that nothing more is sent of it."""
-        self.target.context.admission.give_back(self._admitted)
-        if self.target.context.transport.may_deliver_late:
-            self.target.room.post(self.failure(error, may_arrive=True))
+    def failed(self, error: Exception, *, is_read: bool) -> None:
+        """Takes note that it has failed, and may arrive yet."""
+        if not is_read:
+            self._leave_wire()
+        self.target.room.post(self.failure(error, may_arrive=True, is_read=is_read))
 
     def settled(self, error: Exception) -> None:
         """Takes note that nothing of it can arrive any more."""
@@ -85,7 +84,14 @@ class DirectWrite(RoomWrite):
         """Fails the room: whether the write has ended is not known."""
         self.target.room.post(Broke(error))
 
+    def _leave_wire(self) -> None:
+        """Lets others be admitted in its place: nothing more is sent of it."""
+        admitted, self._admitted = self._admitted, None
+        if admitted is not None:
+            self.target.context.admission.give_back(admitted)
+
     def _end(self, error: Exception | None) -> None:
+        self._leave_wire()
         if (event := self.end(error)) is not None:
             self.target.room.post(event)
 

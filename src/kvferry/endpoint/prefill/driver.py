@@ -208,10 +208,9 @@ class PrefillDriver(Loop):
         self._channel.wake()
 
     def _write_failed(self, attachment: Attachment, error: Exception) -> None:
-        """A write failed. Where a connection broke, the decode rank is given up: only connecting anew mends it."""
-        if isinstance(error, PeerDisconnectedError):
-            self._failed_writes.append((attachment, error))
-            self.wake()
+        """A write failed in a way that only connecting anew mends: the decode rank is given up."""
+        self._failed_writes.append((attachment, error))
+        self.wake()
 
     # ---- draining -----------------------------------------------------------------------------------------------
 

@@ -39,11 +39,11 @@ class EarlierUndone:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HangingWrite:
-    """A write that measures, and did not end in time. Once it is over the connection gets it as an event.
+    """A write that measures, and may not have ended. Once it is over the connection gets it as an event.
 
     Attributes:
         peer: the connection that is measured.
-        transfer: the transport's handle.
+        transfer: the transport's handle; of no use where posting it raised.
         request: the attempt to attach, which can go on when the write is over.
     """
 
@@ -59,7 +59,7 @@ class HangingWrite:
     def done(self, _: TransferReport) -> None:
         self.peer.post(self)
 
-    def failed(self, _: Exception) -> None:
+    def failed(self, _: Exception, *, is_read: bool) -> None:
         self.peer.broken_off()  # what was sent of it may arrive yet, so that it counts as hanging
 
     def settled(self, _: Exception) -> None:
@@ -192,8 +192,12 @@ class DecodePeer(Actor):
             )
         except WriteHangsError as error:
             self._hanging = TransportError(str(error))
-            worker.watch(HangingWrite(self, error.transfer, message))
             log.warning("decode rank %s has to wait: %s", self.name, error)
+            write = HangingWrite(self, error.transfer or TransferHandle(), message)
+            if isinstance(error.__cause__, Exception) and error.transfer is None:
+                worker.post_raised(write, error.__cause__)
+            else:
+                worker.watch(write)
         except Exception as error:
             self._refuse(error)
         else:

@@ -325,11 +325,13 @@ class SendingRoom(Actor):
                     self._finish(command)
                 case SendFailed(receiver, generation, error):
                     self._context.tell_failed(receiver, self.room, generation, error)
-                case SendDrained(receiver, generation, after_failure):
+                case SendDrained(receiver, generation, after_failure, error):
                     # Of another use of the number this room knows nothing.
                     is_another = self._generations.get(receiver) != generation
                     after_failure = after_failure or (is_another and receiver in self._context.broken_off)
-                    self._context.tell_drained(receiver, self.room, generation, after_failure=after_failure)
+                    self._context.tell_drained(
+                        receiver, self.room, generation, after_failure=after_failure, error=error
+                    )
 
     def broke(self, error: BaseException, worker: Worker) -> None:
         """Fails the room with an unexpected error."""

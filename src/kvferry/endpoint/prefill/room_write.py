@@ -9,6 +9,7 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.runtime.workers import Worker
+from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, ElectedRoute
 from kvferry.protocol.transfer.sender_events import SenderEvent, Write, WriteDone, WriteFailed
@@ -60,10 +61,15 @@ class Target:
         assert path is not None
         return path
 
-    def report_failure(self, error: Exception) -> None:
-        """Reports, outside of the room, that a write to it failed."""
+    def report_failure(self, error: Exception, *, is_read: bool = False) -> None:
+        """Reports, outside of the room, that a write to it failed.
+
+        Where the connection broke, the decode rank is given up: only connecting anew mends it. So it is where our
+        memory may be read yet: only then what was posted is cut off.
+        """
         self.context.observer.write_failed(self.room.room, self.receiver, error)
-        self.context.write_failed(self.attachment, error)
+        if is_read or isinstance(error, PeerDisconnectedError):
+            self.context.write_failed(self.attachment, error)
 
 
 class RoomWrite:
@@ -97,17 +103,18 @@ class RoomWrite:
         self._post_s += report.post_s
         self._transfer_s += report.transfer_s
 
-    def failure(self, error: Exception, *, may_arrive: bool = False) -> WriteFailed:
+    def failure(self, error: Exception, *, may_arrive: bool = False, is_read: bool = False) -> WriteFailed:
         """Reports that it failed, once, and returns the event for the room's machine.
 
         Args:
             may_arrive: whether what was sent of it may arrive yet.
+            is_read: as in `WatchedWrite.failed`.
         """
         if may_arrive:  # before anything is said of the room when it is forgotten
             self.target.context.broken_off.add(self.target.receiver)
         if not self._is_reported:
             self._is_reported = True
-            self.target.report_failure(error)
+            self.target.report_failure(error, is_read=is_read)
         return WriteFailed(self.command.receiver, self.command.sequence, error, may_arrive)
 
     def end(self, error: Exception | None) -> SenderEvent | None:

@@ -411,8 +411,8 @@ class SendingRooms:
         """Answers an open request that nothing will be sent for."""
         self._context.observer.refused(error)
         self._context.tell_failed(receiver, message.room, message.generation, error)
-        self._drained(receiver, message.room, message.generation)
+        self._drained(receiver, message.room, message.generation, error)
 
-    def _drained(self, receiver: str, room: int, generation: int) -> None:
+    def _drained(self, receiver: str, room: int, generation: int, error: KVFerryError | None = None) -> None:
         after_failure = receiver in self._context.broken_off  # in a room of which nothing is known any more
-        self._context.tell_drained(receiver, room, generation, after_failure=after_failure)
+        self._context.tell_drained(receiver, room, generation, after_failure=after_failure, error=error)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
@@ -41,23 +41,25 @@ class StagedPart:
 
     Attributes:
         write: what it is a part of.
-        transfer: the bulk write's handle.
-        slot: what it keeps of this side's staging memory.
+        slot: what it keeps of this side's staging memory; None once nothing reads that any more.
         memory: what the slot is of.
         span: what it keeps of the receiver's ring.
         record: makes its record, given `landed_at`.
+        transfer: the bulk write's handle, once it is posted.
         is_new: whether the room's turn that posts it has not ended.
+        may_arrive: whether it has failed, and something of it may arrive yet, or might have.
         landed_at: when its end was noticed.
         result: the transport's report, or why the write failed; None while it is on its way.
     """
 
     write: StagedWrite
-    transfer: TransferHandle
-    slot: Slot
+    slot: Slot | None
     memory: SourceMemory
     span: Span
     record: Callable[..., PartRecord]
+    transfer: TransferHandle = field(init=False)
     is_new: bool = True
+    may_arrive: bool = False
     landed_at: float = 0.0
     result: TransferReport | Exception | None = None
 
@@ -68,22 +70,28 @@ class StagedPart:
 
     def done(self, report: TransferReport) -> None:
         """Gives the slot back: it is in the receiver's ring."""
-        self.memory.give_back(self.slot)
+        self._give_slot_back()
         self._land(report)
 
-    def failed(self, error: Exception) -> None:
-        """Gives the slot back: nothing more is sent of it, but it may arrive yet."""
-        self.memory.give_back(self.slot)
+    def failed(self, error: Exception, *, is_read: bool) -> None:
+        """Gives the slot back, if nothing more is read of it. It may arrive yet."""
+        self.may_arrive = True
+        if not is_read:
+            self._give_slot_back()
         target = self.write.target
-        if target.context.transport.may_deliver_late:
-            target.attachment.spans_kept_until = target.context.now() + 2 * target.context.settings.quarantine_s
-            target.room.post(self.write.failure(error, may_arrive=True))
+        target.attachment.spans_kept_until = target.context.now() + 2 * target.context.settings.quarantine_s
+        target.room.post(self.write.failure(error, may_arrive=True, is_read=is_read))
 
     def settled(self, error: Exception) -> None:
-        """Gives the span back: nothing of it can arrive any more."""
-        target = self.write.target
-        _give_up(target, self.span, after_failure=target.context.transport.may_deliver_late)
+        """Gives the slot and the span back: nothing of it can arrive any more."""
+        self._give_slot_back()
+        _give_up(self.write.target, self.span, after_failure=self.may_arrive)
         self._land(error)
+
+    def _give_slot_back(self) -> None:
+        slot, self.slot = self.slot, None
+        if slot is not None:
+            self.memory.give_back(slot)
 
     def broke(self, error: BaseException) -> None:
         """Fails the room: whether the write has ended is not known."""
@@ -129,12 +137,11 @@ class StagedWrite(RoomWrite):
         """Whether nothing of it is on its way, and nothing more is to be posted."""
         return self.next_bytes is None and self.in_flight == 0
 
-    def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None) -> StagedPart | None:
-        """Gathers the next sub-chunk and posts it. Returns None if it cannot be posted: `error` says why.
+    def post(self, slot: Slot, span: Span, worker: Worker, *, ready_at: float | None) -> StagedPart | None:
+        """Gathers the next sub-chunk and posts it. Returns None if it cannot be gathered: `error` says why.
 
         Args:
-            slot: where to gather it.
-            memory: what the slot is of.
+            slot: where to gather it, of the worker's memory.
             span: where it goes in the receiver's ring, as many bytes as it has.
             ready_at: since when it has waited for either; None if it has not.
         """
@@ -142,30 +149,32 @@ class StagedWrite(RoomWrite):
         begun_at = context.now()
         try:
             gathered = self._gathering.gather(slot.address, span, epoch=peer.epoch)
-            gathered_at = context.now()
-            transfer = context.transport.write(
-                Region(slot.address, span.num_bytes),
-                self.command.receiver,
-                peer.address + peer.ring.place(span),
-                context.encoded(self.command.receiver, gathered.notification),
-            )
-        except Exception as error:
-            memory.give_back(slot)
+            notification = context.encoded(self.command.receiver, gathered.notification)
+        except Exception as error:  # nothing was posted
+            worker.memory.give_back(slot)
             _give_up(self.target, span)
             self.error = error
             return None
-        self.in_flight += 1
         record = partial(
             PartRecord,
             ready_at=begun_at if ready_at is None else ready_at,
             begun_at=begun_at,
-            gathered_at=gathered_at,
-            posted_at=context.now(),
+            gathered_at=context.now(),
             num_bytes=gathered.cache_bytes,
             runs=gathered.runs,
             thread=threading.current_thread().name,
         )
-        return StagedPart(self, transfer, slot, memory, span, record)
+        self.in_flight += 1
+        part = StagedPart(self, slot, worker.memory, span, record)
+        source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
+        try:
+            part.transfer = context.transport.write(source, self.command.receiver, to, notification)
+        except Exception as error:
+            worker.post_raised(part, error)
+            return part
+        part.record = partial(record, posted_at=context.now())
+        worker.watch(part)
+        return part
 
     def landed(self, part: StagedPart) -> None:
         """Takes a sub-chunk that is no longer on its way."""
@@ -226,11 +235,10 @@ class StagedWrites:
             return
         span, self._span = self._span, None
         since, self._waits_since = self._waits_since, None
-        part = write.post(slot, memory, span, ready_at=since)
+        part = write.post(slot, span, worker, ready_at=since)
         if part is None:
             self._end_if_through(write, worker)
         else:
-            worker.watch(part)
             part.is_new = False
             if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
                 self.landed(part, worker)

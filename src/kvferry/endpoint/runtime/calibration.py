@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from kvferry.errors import TransportError
 from kvferry.layout import Device, MemoryKind, RankLayout, Region
 from kvferry.plan import PathCosts
 from kvferry.plan.descriptors import RowArray
@@ -75,14 +76,14 @@ class WireKey:
 
 
 class WriteHangsError(Exception):
-    """A write that should take no time does not end. Stays in the endpoint, which reports a TransportError to the peer.
+    """A write that measures may not have ended. Stays in the endpoint, which reports a TransportError to the peer.
 
     Attributes:
-        transfer: the write. Until it has ended its receiver must stay connected.
+        transfer: the write; None if its post raised. Until it has ended its receiver must stay connected.
     """
 
-    def __init__(self, transfer: TransferHandle, longest_s: float) -> None:
-        super().__init__(f"a write of a few bytes did not end within {longest_s:g} s")
+    def __init__(self, transfer: TransferHandle | None, what: str) -> None:
+        super().__init__(f"a write of a few bytes {what}")
         self.transfer = transfer
 
 
@@ -217,17 +218,30 @@ class Calibration:
 
     def _timed(self, post: Callable[[], TransferHandle]) -> _Timing:
         started_at = time.perf_counter()
-        transfer = post()
+        try:
+            transfer = post()
+        except Exception as error:
+            if self._transport.promises.posts_all_or_nothing:
+                raise
+            raise WriteHangsError(None, f"could not be posted: {error}") from error
         is_over_at_once = True
-        while self._transport.poll(transfer) is None:
+        while not self._has_ended(transfer):
             is_over_at_once = False
             if time.perf_counter() - started_at > self._samples.longest_s:
-                raise WriteHangsError(transfer, self._samples.longest_s)
+                raise WriteHangsError(transfer, f"did not end within {self._samples.longest_s:g} s")
             if self._samples.sleep_s:
                 time.sleep(self._samples.sleep_s)
         seconds = time.perf_counter() - started_at
         self._transport.release(transfer)
         return _Timing(seconds, is_over_at_once)
+
+    def _has_ended(self, transfer: TransferHandle) -> bool:
+        try:
+            return self._transport.poll(transfer) is not None
+        except TransportError:
+            raise
+        except Exception as error:  # which no transport should raise: it says nothing of the write
+            raise WriteHangsError(transfer, f"could not be polled: {error}") from error
 
 
 def spread_rows(regions: Sequence[Region], device: Device, length: int, count: int) -> RowArray | None:

@@ -78,16 +78,26 @@ class Worker(Loop):
         """
         self._writes.add(write)
 
+    def post_raised(self, write: WatchedWrite, error: Exception) -> None:
+        """Takes a write whose post raised: it counts as one that failed on its way, unless nothing of it was posted."""
+        if self._transport.promises.posts_all_or_nothing:
+            write.settled(error)
+        else:
+            self._settle(write, error, is_read=True)
+
     def await_signal(self, signal: Awaited) -> None:
         """Looks at a signal until it comes, or is dropped. For actors that run on this worker."""
         self._signals.add(signal)
 
     def _failed(self, write: WatchedWrite, error: Exception) -> None:
-        write.failed(error)
         if self._transport.may_deliver_late:
-            self._settling.add(partial(write.settled, error))
+            self._settle(write, error, is_read=False)
         else:
             write.settled(error)
+
+    def _settle(self, write: WatchedWrite, error: Exception, *, is_read: bool) -> None:
+        write.failed(error, is_read=is_read)
+        self._settling.add(partial(write.settled, error))
 
     def has_work(self) -> bool:
         return self._run_queue.has_any or bool(self._settling or self._signals) or self._is_stopping

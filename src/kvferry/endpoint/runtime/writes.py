@@ -44,11 +44,15 @@ class WatchedWrite(Protocol):
     def done(self, report: TransferReport) -> None:
         """It is complete."""
 
-    def failed(self, error: Exception) -> None:
-        """Nothing reads our memory any more."""
+    def failed(self, error: Exception, *, is_read: bool) -> None:
+        """It has failed, and what was sent of it may arrive yet.
+
+        Args:
+            is_read: whether our memory may be read for it yet, too: it was never known to have ended.
+        """
 
     def settled(self, error: Exception) -> None:
-        """It had failed before, and nothing can arrive in the receiver's memory any more, either."""
+        """It has failed, nothing can arrive in the receiver's memory any more, and nothing reads ours."""
 
     def broke(self, error: BaseException) -> None:
         """Polling raised what no transport should, for the first time: whether it has ended is not known."""

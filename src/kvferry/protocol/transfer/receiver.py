@@ -175,10 +175,9 @@ class ReceiverMachine:
             case WriterFinished():
                 return self._finished(event, now)
             case RoomFailed(writer=rank, error=error_name, reason=reason):
-                message = f"room {self.room}: prefill rank {rank} failed with {error_name}: {reason}"
-                return self._fail(TransferFailedError(message))
-            case SenderDrained(rank, after_failure):
-                return self._drained(rank, after_failure=after_failure)
+                return self._fail(self._failed_there(rank, error_name, reason))
+            case SenderDrained():
+                return self._drained(event)
             case SenderSettled(rank):
                 self._expected[rank].is_drained = True
                 return []
@@ -270,20 +269,24 @@ class ReceiverMachine:
             self.aux = event.aux
         return self._maybe_succeed(event.writer, writer)
 
-    def _drained(self, rank: int, *, after_failure: bool) -> list[ReceiverCommand]:
+    def _failed_there(self, rank: int, error: str, reason: str) -> TransferFailedError:
+        said = f"failed with {error}: {reason}" if error else "stopped without saying why"
+        return TransferFailedError(f"room {self.room}: prefill rank {rank} {said}")
+
+    def _drained(self, event: SenderDrained) -> list[ReceiverCommand]:
+        rank = event.writer
         self._unanswered.discard(rank)
         writer = self._expected.get(rank)
         if writer is None:
             return []
         commands: list[ReceiverCommand] = []
-        if after_failure and rank in self._into_pages and not writer.has_answered:
+        if event.after_failure and rank in self._into_pages and not writer.has_answered:
             writer.is_settling = True
             commands.append(AwaitArrival(rank))
         elif not writer.is_settling:  # else the same again, which neither starts that time anew nor ends it
             writer.is_drained = True
-        # The reason comes first, in `RoomFailed`, unless it was lost on the way.
-        why = TransferFailedError(f"room {self.room}: prefill rank {rank} stopped without saying why")
-        return commands + self._fail(why)
+        # `RoomFailed` comes first, unless the channel ended before it had left.
+        return commands + self._fail(self._failed_there(rank, event.error, event.reason))
 
     def _maybe_succeed(self, rank: int, writer: _Writer) -> list[ReceiverCommand]:
         if writer.finished_chunks is not None and writer.last >= writer.finished_chunks:

@@ -78,10 +78,14 @@ class SenderDrained:
 
     Attributes:
         after_failure: whether one of its writes failed: what had been sent of it may arrive yet.
+        error: as `RoomFailed` would have said; "" where it is not known to have failed there.
+        reason: likewise.
     """
 
     writer: int
     after_failure: bool = False
+    error: str = ""
+    reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)

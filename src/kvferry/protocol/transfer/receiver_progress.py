@@ -107,9 +107,9 @@ class ReceiverProgress:
         self.failure_sent = True
         return [SendFailed(self.opened.receiver, self.opened.generation, error)]
 
-    def tell_drained(self) -> list[SenderCommand]:
+    def tell_drained(self, error: KVFerryError | None) -> list[SenderCommand]:
         """Tells it, once no write to it is in flight, that it may reuse its pages."""
         if self.drained_sent or self.writes_in_flight:
             return []
         self.drained_sent = True
-        return [SendDrained(self.opened.receiver, self.opened.generation, self.has_failed_write)]
+        return [SendDrained(self.opened.receiver, self.opened.generation, self.has_failed_write, error)]

@@ -236,7 +236,8 @@ class SenderMachine:
                 "wait for it to end before opening it again"
             )
         if error is not None:
-            return [SendFailed(event.receiver, event.generation, error), SendDrained(event.receiver, event.generation)]
+            drained = SendDrained(event.receiver, event.generation, error=error)
+            return [SendFailed(event.receiver, event.generation, error), drained]
         self._receivers[event.receiver] = ReceiverProgress(event)
         expected = self._expected
         if len(set(expected)) > 1 or len(expected) > event.expected_receivers:
@@ -397,4 +398,4 @@ class SenderMachine:
         """Sends `Drained` to a failed room's receivers to which no write is in flight: they may reuse their pages."""
         if self.state is not TransferState.FAILED:
             return []
-        return [command for receiver in self._receivers.values() for command in receiver.tell_drained()]
+        return [command for receiver in self._receivers.values() for command in receiver.tell_drained(self.error)]

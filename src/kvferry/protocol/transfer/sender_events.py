@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from kvferry.plan import Unit
@@ -197,11 +197,13 @@ class SendDrained:
     Attributes:
         after_failure: whether a write to it failed: a receiver that was frozen meanwhile may have to read from its
             sockets yet what had been sent.
+        error: why the room failed here, in case `SendFailed` does not arrive; None if it did not.
     """
 
     receiver: str
     generation: int
     after_failure: bool = False
+    error: Exception | None = field(default=None, compare=False)
 
 
 SenderCommand: TypeAlias = Write | AwaitTurn | SendFinish | SendFailed | SendDrained

@@ -327,11 +327,18 @@ class Drained(AboutRoom, frozen=True):
         endpoint: the rank that sends this. It covers this start of the rank, not earlier ones.
         after_failure: whether a write failed. What had been sent of it may lie in the decode rank's sockets if that was
             frozen meanwhile, and lands once it runs: it counts `quarantine_s` of its own time before it believes this.
+        error: as in `RoomFailed`, which is lost where its channel ends first; "" where the room did not fail here.
+        reason: likewise.
     """
 
     endpoint: EndpointName
     writer: Count
     after_failure: bool = False
+    error: ShortText = ""
+    reason: Reason = ""
+
+    def __post_init__(self) -> None:
+        shorten(self, "reason")
 
 
 class IsGone(Message, frozen=True):

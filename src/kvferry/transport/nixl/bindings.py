@@ -1,12 +1,14 @@
-"""NIXL's bindings, whichever wheel has them: imported when they are first needed, and no sooner."""
+"""NIXL's bindings, whichever wheel has them: imported when they are first needed, and no sooner; and its errors."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 
-from kvferry.errors import TransportUnavailableError
+from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError, TransportUnavailableError
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
@@ -55,3 +57,26 @@ def why_other_cuda(loaded: str) -> str:
     if major is None or not package.startswith("nixl_cu") or package == f"nixl_cu{major}":
         return ""
     return f"torch is built for CUDA {major}, and NIXL's wheel ({package.replace('_', '-')}) for another one"
+
+
+@contextmanager
+def translated(nixl: ModuleType, what: str, peer: str | None = None) -> Iterator[None]:
+    """Turns NIXL's exceptions into ours. They have only a code, so that `what` must describe the operation."""
+    try:
+        yield
+    except nixl.nixlRemoteDisconnectError as error:
+        raise PeerDisconnectedError(f"{what}: the connection to {peer} is gone ({error})") from error
+    except nixl.nixlNotFoundError as error:
+        raise RegistrationError(f"{what}: memory or peer {peer} is not known to NIXL ({error})") from error
+    except (
+        nixl.nixlBackendError,
+        nixl.nixlCancelledError,
+        nixl.nixlInvalidParamError,
+        nixl.nixlMismatchError,
+        nixl.nixlNotAllowedError,
+        nixl.nixlNotPostedError,
+        nixl.nixlNotSupportedError,
+        nixl.nixlRepostActiveError,
+        nixl.nixlUnknownError,
+    ) as error:
+        raise TransportError(f"{what}: {type(error).__name__}: {error}") from error

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 from kvferry.transport.base import TransferHandle, TransferReport
+from kvferry.transport.registered import RegisteredMemory
+
+_Argument = TypeVar("_Argument")
+_Answer = TypeVar("_Answer")
+
+Lane: TypeAlias = ThreadPoolExecutor
+"""A thread of ours that posts shares of writes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -16,13 +24,21 @@ class Share:
 
     Attributes:
         handle: NIXL's request.
+        lane: the thread that posts it; None for the caller's own.
         report: what NIXL measured, once it has ended well.
         has_ended: whether nothing of it can move any more.
+        is_half_posted: whether posting it raised, so that its own status says nothing of what was posted before.
+        flush: a request of no bytes that was posted behind, and ends when that has; None if there is none yet.
+        flushed_at: when that was last tried.
     """
 
     handle: int
+    lane: Lane | None = None
     report: TransferReport | None = None
     has_ended: bool = False
+    is_half_posted: bool = False
+    flush: int | None = None
+    flushed_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +46,7 @@ class NixlHandle(TransferHandle):
     """A write.
 
     Attributes:
+        memory: the peer's, of the connection by which it goes.
         shares: its parts; one, where it is not shared by several threads.
         notification: what is sent once all shares have ended; b"" where that is none, or a request carries it.
         problem: the first error of a share.
@@ -37,15 +54,24 @@ class NixlHandle(TransferHandle):
     """
 
     peer: str
+    memory: RegisteredMemory
     shares: list[Share] = field(default_factory=list)
     notification: bytes = b""
-    problem: BaseException | None = None
+    problem: Exception | None = None
     report: TransferReport | None = None
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing of it can move any more."""
         return all(share.has_ended for share in self.shares)
+
+
+def on_lanes(
+    lanes: Sequence[Lane], call: Callable[[_Argument], _Answer], arguments: Sequence[_Argument]
+) -> list[_Answer | BaseException]:
+    """Calls a function once for each argument, every time on another lane. Returns what it returned, or raised."""
+    futures = [lane.submit(call, argument) for lane, argument in zip(lanes, arguments, strict=False)]
+    return [future.exception() or future.result() for future in futures]
 
 
 def seconds(duration: Any) -> float:
