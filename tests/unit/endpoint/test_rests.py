@@ -21,12 +21,14 @@ class Machine:
 
     Attributes:
         late_s: how late they get the lock after a rest.
+        kept_by_others: whether it is no endpoint's thread that keeps it.
         rests: how long they rested.
         rest_ends: when each rest was to end.
     """
 
     def __init__(self, late_s: float = 0.0, threads: int = 1) -> None:
         self.late_s = late_s
+        self.kept_by_others = True
         self.rests: list[float] = []
         self.rest_ends: list[float] = []
         self._taken_at: set[float] = set()
@@ -52,7 +54,11 @@ class Machine:
 
     def rests_for(self, most_takes_per_s: float) -> Rests:
         return Rests(
-            most_takes_per_s, now=lambda: self.now_s, sleep=self.sleep, waits=lambda: self._waits[self._turn_of]
+            most_takes_per_s,
+            now=lambda: self.now_s,
+            sleep=self.sleep,
+            waits=lambda: self._waits[self._turn_of],
+            computed=lambda: (0.0, self.now_s) if self.kept_by_others else (self.now_s, 0.0),
         )
 
     def sleep(self, seconds: float) -> None:
@@ -120,6 +126,13 @@ def test_nobody_rests_where_the_lock_is_free_or_given_away_by_itself(late_s: flo
     machine = Machine(late_s)
     machine.run(10.0, machine.rests_for(20.0), takes=3)
     assert 0 < len(machine.rests) < 100, "ten trials a second, and no more"
+    assert max(machine.rests) < 1e-3
+
+
+def test_nobody_rests_where_an_endpoints_own_thread_keeps_the_lock():
+    machine = Machine(KEPT_S, threads=3)
+    machine.kept_by_others = False
+    machine.run(10.0, machine.rests_for(20.0), takes=3)
     assert max(machine.rests) < 1e-3
 
 
@@ -240,6 +253,29 @@ def test_a_thread_that_has_rested_does_not_wait_in_the_turn_after():
     loop.is_stopping = True
     eventually("it has ended", lambda: not thread.is_alive)
     assert loop.may_wait[:6] == [True, True, False, True, False, True]
+
+
+class Computes(Looks):
+    """Keeps the lock in each turn, until it is asked for it."""
+
+    def turn(self, *, may_wait: bool) -> bool:
+        self.turns += 1
+        return not self.is_stopping
+
+
+@pytest.mark.parametrize("endpoints", [1, 2])
+def test_a_thread_does_not_rest_beside_one_of_an_endpoint_that_computes(endpoints: int):
+    """A worker with much to do: of the same endpoint, or of another one in the process."""
+    rests = [Rests(20.0) for _ in range(endpoints)]
+    computes, looks = Computes(), Looks()
+    threads = [SupervisedThread("busy", computes, rests[0]), SupervisedThread("a thread", looks, rests[-1])]
+    threading.Event().wait(1.0)  # as long as another thread is noticed in
+    before, begun_at = looks.turns, time.monotonic()
+    threading.Event().wait(2.0)
+    turns_per_s = (looks.turns - before) / (time.monotonic() - begun_at)
+    computes.is_stopping = looks.is_stopping = True
+    eventually("they have ended", lambda: not any(thread.is_alive for thread in threads))
+    assert turns_per_s > 40.0  # up to 200; 10 or 20 with rests
 
 
 def test_a_thread_rests_beside_one_that_computes_and_not_without():

@@ -9,14 +9,18 @@ They end their rests together, too: those that wait for the lock get it one afte
 How often they take it is the operating system's account of their waits: those for the lock, and those for input and
 for time, after which the lock must be taken as well. Those that come back together take it once, and count it once.
 Where several wait at once in their turns each waits more often than it takes the lock, and so they take it less often
-than they may. Whether another thread keeps it shows in when a rest ends. Nobody rests for long where it is free, or is
-given away before anyone has to ask for it.
+than they may. Whether another thread keeps it shows in when a rest ends, and in that threads that are no endpoint's
+have computed meanwhile: a busy worker keeps the lock just as long, of this endpoint or of another one in the process,
+and sparing it helps nobody. Nobody rests for long where the lock is free, or is given away before anyone has to ask
+for it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -48,9 +52,33 @@ one away.
 """
 
 
+_LEAST_SHARE = 0.5
+"""So much must others have computed of what endpoints' threads have, for them to have kept the lock."""
+
+_CLOCK_OF_THREAD = 6
+"""Linux numbers the clock of a thread's processor time by the thread's own number and this. Of one that has ended there
+is none; `time.pthread_getcpuclockid` must not be asked of such a thread."""
+
+
+class EndpointThread(threading.Thread):
+    """A thread of any endpoint of this process, which no endpoint spares; `may_block` is that of its loop."""
+
+    may_block = False
+
+
 def waits_of_this_thread() -> int:
     """Returns how often the calling thread has waited for anything, since it began."""
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def computed() -> tuple[float, float]:
+    """Returns how much processor time threads of endpoints have used in this process, and all others, in seconds."""
+    ours = 0.0
+    for thread in threading.enumerate():
+        if isinstance(thread, EndpointThread) and thread.native_id is not None:
+            with contextlib.suppress(OSError):  # it ends just now
+                ours += time.clock_gettime(~thread.native_id << 3 | _CLOCK_OF_THREAD)
+    return ours, time.process_time() - ours
 
 
 class Rests:
@@ -63,6 +91,7 @@ class Rests:
         now: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
         waits: Callable[[], int] = waits_of_this_thread,
+        computed: Callable[[], tuple[float, float]] = computed,
     ) -> None:
         """Begins as if the lock were free.
 
@@ -74,6 +103,7 @@ class Rests:
         self._now = now
         self._sleep = sleep
         self._waits = waits
+        self._computed = computed
         # No lock guards them: where two threads change them at once, a few takes are not counted, or a rest is short.
         self._paid_until = 0.0
         self._free_until = 0.0
@@ -107,23 +137,33 @@ class Rests:
             if self._rests_until <= now:
                 self._rests_until = now + min(self._paid_until - now + _SAVED_UP_S, LONGEST_S)
             until = self._rests_until
+        before = self._computed()
         self._sleep(max(0.0, until - now))
         if until <= self._judged_until:  # others were back before: it was taken by then, and counts as theirs
             return self._waits(), True
-        self._judge(until)
+        self._judge(until, before)
         return waits, True
 
-    def _judge(self, until: float) -> None:
-        """Takes from when the first thread is back whether another keeps the lock; later ones find it asked for."""
+    def _judge(self, until: float, before: tuple[float, float]) -> None:
+        """Takes from when the first thread is back whether another keeps the lock; later ones find it asked for.
+
+        Args:
+            before: what `computed` had returned when it began to rest.
+        """
         self._judged_until = until
         now = self._now()
-        if now - until >= sys.getswitchinterval():
+        if now - until >= sys.getswitchinterval() and self._others_computed(before):
             self._suspicions = min(self._suspicions + 1, _MOST_SUSPICIONS)
             return
         self._suspicions = max(0, self._suspicions - 1)
         if not self._suspicions:
             self._free_until = now + _FREE_S
             self._paid_until = 0.0
+
+    def _others_computed(self, before: tuple[float, float]) -> bool:
+        """Whether threads of no endpoint may have kept the lock: with ours they would have shared it, half and half."""
+        ours_s, others_s = (now - then for now, then in zip(self._computed(), before, strict=True))
+        return others_s >= ours_s * _LEAST_SHARE
 
     def _say_once(self) -> None:
         if not self._has_said:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TypeVar
 
-from kvferry.endpoint.runtime.rests import Rests, waits_of_this_thread
+from kvferry.endpoint.runtime.rests import EndpointThread, Rests, waits_of_this_thread
 from kvferry.errors import UsageError
 from kvferry.loggers import logger_of
 from kvferry.observe.status import ThreadStatus
@@ -74,12 +74,6 @@ class RunningLoop(ABC):
         return False
 
 
-class _Thread(threading.Thread):
-    """A thread that runs a loop; `may_block` is that of the loop."""
-
-    may_block = False
-
-
 def check_may_wait(what: str) -> None:
     """Checks that the calling thread may wait for an endpoint: what it waits for may need the endpoint's own threads.
 
@@ -87,7 +81,7 @@ def check_may_wait(what: str) -> None:
         UsageError: on a thread of an endpoint's, unless it calls change callbacks.
     """
     thread = threading.current_thread()
-    if isinstance(thread, _Thread) and not thread.may_block:
+    if isinstance(thread, EndpointThread) and not thread.may_block:
         raise UsageError(
             f"{what} waits, and this is kvferry's own thread {thread.name}, without which nothing ends: call it on a "
             "thread of your own, or in a change callback"
@@ -127,7 +121,7 @@ class SupervisedThread(RunningLoop):
         self._rests = rests
         self._failures = 0
         self._last_failure = ""
-        self._thread = _Thread(target=self._run, name=name, daemon=True)
+        self._thread = EndpointThread(target=self._run, name=name, daemon=True)
         self._thread.may_block = loop.may_block
         self._thread.start()
 
