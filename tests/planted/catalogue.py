@@ -1025,4 +1025,217 @@ CATALOGUE = (
         "            if signal.look is None:\n",
         "tests/unit/endpoint/test_ready.py",
     ),
+    # ---- what threads share: no whole turn shows it
+    PlantedFault(
+        "the lock is dropped around handing a chunk in",
+        "endpoint/transfer.py",
+        "            self._hand_in(chunk)\n        self._report",
+        "        self._hand_in(chunk)\n        self._report",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "whoever is refused a chunk and then finds room is not called",
+        "endpoint/transfer.py",
+        "        return self._is_full  # looked at again",
+        "        return True  # looked at again",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the next in line of admission is not lined up when one is served",
+        "endpoint/prefill/admission.py",
+        "            self._line_up(receiver, lane)\n        return served",
+        "        return served",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the next in line of admission is not lined up when one has ended",
+        "endpoint/prefill/admission.py",
+        "            self._line_up(admitted.receiver, lane)\n",
+        "",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the next in line of admission is not lined up when one withdraws",
+        "endpoint/prefill/admission.py",
+        "            if first[0] is applicant:\n                self._line_up(receiver, lane)\n",
+        "",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "bytes on their way are counted back without the lock",
+        "endpoint/prefill/admission.py",
+        "        with self._lock:\n            lane = self._lanes[admitted.receiver]",
+        "        if True:\n            lane = self._lanes[admitted.receiver]",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a turn ends",
+        "endpoint/runtime/run_queue.py",
+        "            with self._lock:\n                self._is_queued = bool",
+        "            if True:\n                self._is_queued = bool",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where an event is posted",
+        "endpoint/runtime/run_queue.py",
+        "        with self._lock:\n            self._events.append(event)",
+        "        if True:\n            self._events.append(event)",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "a worker does not look again before it sleeps",
+        "endpoint/runtime/run_queue.py",
+        "if not self.has_any and woken.acquire(timeout=left_s):",
+        "if woken.acquire(timeout=left_s):",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "a worker that is not woken stays among those who wait",
+        "endpoint/runtime/run_queue.py",
+        "            self._waiting.remove(woken)\n",
+        "            self._waiting.index(woken)\n",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where workers post what was handed in",
+        "endpoint/runtime/run_queue.py",
+        "        with self._hand_out:\n",
+        "        if self._hand_out:\n",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the waker does not look again before it rests",
+        "endpoint/runtime/run_queue.py",
+        "        if not (self._is_called or self._is_stopping):",
+        "        if not self._is_stopping:",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "the waker is told of an event after it was looked whether it rests",
+        "endpoint/runtime/run_queue.py",
+        "        self._is_called = True\n        if self._rests_on:\n            self._end_rest()\n",
+        "        if self._rests_on:\n            self._end_rest()\n        self._is_called = True\n",
+        "tests/simulation/test_interleavings.py",
+    ),
+    PlantedFault(
+        "lists are never given back that a write used when they were retired",
+        "endpoint/prefill/attachment.py",
+        "            call = self._when_unused if self._writes == 0 else None",
+        "            call = None",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a write begins",
+        "endpoint/prefill/attachment.py",
+        "        with self._lock:\n            if self._when_unused is not None:",
+        "        if True:\n            if self._when_unused is not None:",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a write ends",
+        "endpoint/prefill/attachment.py",
+        "        with self._lock:\n            self._writes -= 1",
+        "        if True:\n            self._writes -= 1",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "timers come due without the lock",
+        "endpoint/runtime/timers.py",
+        "        with self._lock:\n            while self._queue",
+        "        if True:\n            while self._queue",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "failed writes are numbered without the lock",
+        "endpoint/prefill/context.py",
+        "        with self._lock:\n            remember",
+        "        if True:\n            remember",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "whoever withdraws keeps to itself that it was woken",
+        "staging/waiting.py",
+        "                return\n        self.wake_next()",
+        "                return",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "whoever takes memory leaves the rest to nobody",
+        "staging/waiting.py",
+        "        self.wake_next()\n        return grant",
+        "        return grant",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where memory is taken",
+        "staging/waiting.py",
+        "        with self.lock:\n            grant",
+        "        if True:\n            grant",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a slot is given back",
+        "staging/slots.py",
+        "        with self._queue.lock:\n            self._free.append",
+        "        if True:\n            self._free.append",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "a credit wakes nobody",
+        "staging/rings.py",
+        "        self._queue.wake_next()\n",
+        "        pass\n",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "a room that waits for memory takes itself for awake until its turn ends",
+        "endpoint/prefill/staged_writes.py",
+        "        self._is_awake = False\n"
+        "        write, memory = self._next, worker.memory\n"
+        "        if write is None:\n"
+        "            self._stop_waiting()  # those queued behind must not wait for this one\n"
+        "            return\n"
+        "        # The receiver's memory first: while it is held, only writes to this receiver are held up.\n"
+        "        if self._span is None:\n"
+        "            self._span = self._reserve(write)\n"
+        "        slot = self._take_slot(memory) if self._span is not None else None\n",
+        "        write, memory = self._next, worker.memory\n"
+        "        if write is None:\n"
+        "            self._stop_waiting()  # those queued behind must not wait for this one\n"
+        "            return\n"
+        "        # The receiver's memory first: while it is held, only writes to this receiver are held up.\n"
+        "        if self._span is None:\n"
+        "            self._span = self._reserve(write)\n"
+        "        slot = self._take_slot(memory) if self._span is not None else None\n"
+        "        self._is_awake = False\n",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the decode endpoint's thread is woken before there is work for it",
+        "endpoint/decode/context.py",
+        "        self.inbox.append(work)\n        self.end.wake()",
+        "        self.end.wake()\n        self.inbox.append(work)",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a room is opened",
+        "endpoint/prefill/rooms.py",
+        "        with self._lock:\n            check_may_open(",
+        "        if True:\n            check_may_open(",
+        "tests/simulation/test_interleaved_rooms.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where an open request is taken",
+        "endpoint/prefill/rooms.py",
+        "            with self._lock:\n                room = self.table.open_request",
+        "            if True:\n                room = self.table.open_request",
+        "tests/simulation/test_interleaved_rooms.py",
+    ),
+    PlantedFault(
+        "the lock is dropped where a connection is told to wait for the one before it",
+        "endpoint/prefill/decode_ranks.py",
+        "            with self._lock:\n                earlier",
+        "            if True:\n                earlier",
+        "tests/simulation/test_interleaved_rooms.py",
+    ),
 )
