@@ -9,7 +9,9 @@ client's key is allowed; the listening channel answers in the thread that polls 
 answer no client is let in.
 
 ZMQ accepts every connection, from strangers too, and has no bound of its own. But it reports each to a socket that
-monitors it: those beyond the bound are shut down by the thread that polls, as soon as it has a turn.
+monitors it: beyond the bound, the thread that polls shuts down the oldest stranger, as soon as it has a turn; if there
+are only peers, the one that came last. Strangers are those whose handshake has not succeeded, or without credentials,
+who were not sent any message: the operating system says how many bytes were.
 """
 
 from __future__ import annotations
@@ -20,10 +22,10 @@ import hmac
 import math
 import os
 import re
-import resource
 import socket
-from collections.abc import Iterator, Mapping
-from typing import Any
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import zmq
 from zmq.utils import z85
@@ -33,15 +35,21 @@ from kvferry.control.credentials import Credentials, secret_hint
 from kvferry.control.reply_routes import ReplyRoutes, identity_of
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.loggers import logger_of
+from kvferry.open_files import CONNECTION, REMEDY, lack, share_of
 from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
 log = logger_of(__name__)
+
+_Found = TypeVar("_Found")
 
 _LINGER_MS = 500
 _QUEUED_MESSAGES = 100_000
 _MOST_AT_A_TIME = 1000
 _WAKE_BYTES = 4096
 _SPARE_CONNECTIONS = 512
+_BYTES_SENT = struct.Struct("@200xQQ")  # struct tcp_info (linux/tcp.h): tcpi_bytes_sent and, of these, sent again
+_GREETING_BYTES = 112  # more than ZMQ sends before any message, measured: 107
+_CURVE_GREETING_BYTES = 256  # more than it sends whoever cannot prove to have the key; the others are sent 301
 _LONGEST_HANDSHAKE_MS = 10_000
 _PROBES = 3  # unanswered, of a connection that was idle: it has gone
 _LONGEST_KEEPALIVE_S = 32_767  # ZMQ ends the process where Linux does not take a time
@@ -123,28 +131,28 @@ def _explained(what: str) -> Iterator[None]:
 def _limit_hint(error: zmq.ZMQError) -> str:
     if error.errno not in (errno.EMFILE, errno.ENFILE):
         return ""
-    return (
-        ". This process may have no more open files or sockets, and each connection takes three: raise the limit "
-        "(ulimit -n, LimitNOFILE= of a service)"
-    )
+    return f". This process may have no more open files or sockets, and each connection takes three: {REMEDY}"
 
 
 class _Connections:
-    """The connections of a listening socket, as ZMQ reports them; those beyond a bound are refused.
+    """The connections of a listening socket, as ZMQ reports them; beyond a bound, strangers are shut down first.
 
     Attributes:
         monitors: what to poll for input; empty without a bound.
     """
 
-    def __init__(self, most: int | None) -> None:
+    def __init__(self, most: int | None, greeting_bytes: int) -> None:
         """Begins with none.
 
         Args:
             most: how many there may be; None for any number.
+            greeting_bytes: what strangers are sent at most.
         """
+        self._greeting_bytes = greeting_bytes
         self.monitors: list[zmq.Socket[bytes]] = []
         self._most = most
-        self._open: set[int] = set()  # file descriptors
+        self._peers: set[int] = set()  # file descriptors, likewise below
+        self._strangers: dict[int, None] = {}  # those to which nothing had been sent at the last look, the oldest first
         self._is_full = False
 
     def watch(self, listening: zmq.Socket[bytes]) -> None:
@@ -158,8 +166,8 @@ class _Connections:
         monitor.setsockopt(zmq.RCVHWM, 0)  # ZMQ's thread would wait for room, and `close` for that thread
         monitor.connect(address)
 
-    def refuse_surplus(self, port: int) -> None:
-        """Shuts down the connections beyond the bound that have come since the last call.
+    def shut_surplus_down(self, port: int) -> None:
+        """Shuts down as many connections as there are beyond the bound.
 
         Args:
             port: on which the socket listens.
@@ -171,21 +179,35 @@ class _Connections:
     def _take(self, event: Mapping[str, Any], port: int) -> None:
         assert self._most is not None
         descriptor = int(event["value"])
+        self._peers.discard(descriptor)
+        self._strangers.pop(descriptor, None)
         if event["event"] == zmq.EVENT_DISCONNECTED:
-            self._open.discard(descriptor)
-            self._is_full = self._is_full and len(self._open) >= self._most
+            self._is_full = self._is_full and self._count >= self._most
             return
-        self._open.add(descriptor)
-        if len(self._open) <= self._most:
+        self._strangers[descriptor] = None
+        if self._count <= self._most:
             return
         if not self._is_full:
             self._is_full = True
             log.warning(
-                "the peer channel has %d connections, as many as it may (KVFERRY_MAX_DECODE_RANKS, ulimit -n): more "
-                "are refused until some have gone",
+                "the peer channel has %d connections, as many as it may (KVFERRY_MAX_DECODE_RANKS, ulimit -n): from "
+                "now on the oldest stranger has to go for each that comes, and if there is none, the one that comes",
                 self._most,
             )
-        _shut_down(descriptor, port)
+        _shut_down(self._next_to_go(port, came=descriptor), port)
+
+    @property
+    def _count(self) -> int:
+        return len(self._peers) + len(self._strangers)
+
+    def _next_to_go(self, port: int, *, came: int) -> int:
+        """Returns the oldest stranger; the connection that has come if all others are peers. It is not counted on."""
+        for descriptor in list(self._strangers):
+            del self._strangers[descriptor]
+            if descriptor == came or _sent(descriptor, port) <= self._greeting_bytes:
+                return descriptor
+            self._peers.add(descriptor)
+        raise AssertionError("the one that has come is among them")
 
     def close(self, listening: zmq.Socket[bytes]) -> None:
         """Counts no more."""
@@ -197,19 +219,34 @@ class _Connections:
 def most_connections(decode_ranks: int) -> int:
     """Returns how many connections a peer channel may have for so many decode ranks.
 
-    Some more for those that connect anew and for handshakes, and no more than three of four files that the process may
+    Some more for those that connect anew and for handshakes, and no more than three of eight files that the process may
     open: if there are none left, nothing else of the process works either.
     """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = decode_ranks + _SPARE_CONNECTIONS
-    return most if soft == resource.RLIM_INFINITY else min(most, soft * 3 // 4)
+    return share_of(6, 16, most=decode_ranks + _SPARE_CONNECTIONS)
+
+
+def _of_connection(descriptor: int, port: int, use: Callable[[socket.socket], _Found], otherwise: _Found) -> _Found:
+    """Uses a connection to this port. The descriptor may be something else by now, or closed."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
+            return use(connection)
+    return otherwise
 
 
 def _shut_down(descriptor: int, port: int) -> None:
-    """Shuts a connection to this port down; ZMQ closes it. The descriptor may be something else by now."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
-        if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
-            connection.shutdown(socket.SHUT_RDWR)
+    """Shuts a connection down; ZMQ closes it."""
+    _of_connection(descriptor, port, lambda connection: connection.shutdown(socket.SHUT_RDWR), None)
+
+
+def _sent(descriptor: int, port: int) -> int:
+    """Returns how many bytes this side has sent by a connection; 0 where Linux is older than 4.19."""
+
+    def sent(connection: socket.socket) -> int:
+        told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BYTES_SENT.size)
+        sent, again = _BYTES_SENT.unpack(told.ljust(_BYTES_SENT.size, b"\0"))
+        return int(sent - again)
+
+    return _of_connection(descriptor, port, sent, 0)
 
 
 def _end_silent(listening: zmq.Socket[bytes], timeout_s: float) -> None:
@@ -275,15 +312,17 @@ class ListeningChannel:
             host: address to bind to; IPv6 addresses in brackets.
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
-            max_connections: how many there may be, half-open ones included; the last ones to come are refused. None
-                is no bound.
+            max_connections: how many there may be, half-open ones included; then the oldest of strangers has to go,
+                and among peers the one that comes. None is no bound.
             peer_timeout_s: silence after which a decode rank counts as lost; None leaves connections of lost ones open.
 
         Raises:
             SettingsError: if the address cannot be bound, saying why.
         """
         self._routes = ReplyRoutes()
-        self._connections = _Connections(max_connections)
+        self._connections = _Connections(
+            max_connections, _GREETING_BYTES if credentials is None else _CURVE_GREETING_BYTES
+        )
         self.socket = _configured(context, zmq.ROUTER)
         # Makes a message without a route an error, and lets a reconnecting peer keep its identity.
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -329,7 +368,7 @@ class ListeningChannel:
 
         Returns only so many at a time, so that the thread that polls has time for other things.
         """
-        self._connections.refuse_surplus(self.port)
+        self._connections.shut_surplus_down(self.port)
         if self._doorkeeper is not None:
             self._doorkeeper.answer()
         return [
@@ -387,10 +426,12 @@ class ConnectedChannel:
             credentials: whoever listens there must have the same.
 
         Raises:
-            PeerDisconnectedError: if the address makes no sense, or the process has too many sockets.
+            PeerDisconnectedError: if the address makes no sense, or the process may open too few files more.
         """
         self.address = address
         self._has_secret = credentials is not None
+        if problem := lack(CONNECTION):  # for what the transport will take, too
+            raise PeerDisconnectedError(f"cannot connect to {address!r}: {problem}")
         with contextlib.ExitStack() as undo:
             undo.enter_context(_explained(f"cannot connect to {address!r}"))
             self.socket = _configured(context, zmq.DEALER)

@@ -15,6 +15,31 @@ import zmq
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup, has_input
 from kvferry.control.credentials import Credentials
+from kvferry.errors import SettingsError
+from kvferry.open_files import lack
+
+_FILES = 16
+"""More than ZMQ's threads and the first sockets take."""
+_MOST_SOCKETS = 65535
+"""libzmq's own bound (ZMQ_SOCKET_LIMIT); by itself it allows 1,023, which are 341 connections, of three each."""
+
+
+def _context(*, max_sockets: int | None = None) -> zmq.Context[zmq.Socket[bytes]]:
+    """Makes a context whose threads run already: libzmq ends the process where they find no descriptor.
+
+    Args:
+        max_sockets: how many sockets it may have; None for as many as ZMQ allows by itself.
+
+    Raises:
+        SettingsError: if this process may not open as many files.
+    """
+    if problem := lack(_FILES):
+        raise SettingsError(f"the peer channel cannot be opened: {problem}")
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    if max_sockets is not None:
+        context.set(zmq.MAX_SOCKETS, max_sockets)
+    context.socket(zmq.PAIR).close()  # the first one starts them
+    return context
 
 
 class ListeningEnd(ABC):
@@ -127,9 +152,9 @@ class ZmqListeningEnd(ListeningEnd):
             peer_timeout_s: as of `ListeningChannel`.
 
         Raises:
-            SettingsError: if the address cannot be bound, saying why.
+            SettingsError: if the address cannot be bound, or this process may open too few files, saying why.
         """
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = _context()
         self._wakeup = Wakeup()
         try:
             self._channel = ListeningChannel(
@@ -223,12 +248,14 @@ class ZmqConnectingEnd(ConnectingEnd):
         Args:
             identity: this endpoint's name.
             credentials: whoever listens must have the same.
+
+        Raises:
+            SettingsError: if this process may open too few files.
         """
         self._identity = identity
         self._numbers = itertools.count(1)
         self._credentials = credentials
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))  # else 341 connections, of three each
+        self._context = _context(max_sockets=_MOST_SOCKETS)
         self._wakeup = Wakeup()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._wakeup.fileno(), selectors.EVENT_READ)

@@ -17,30 +17,38 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from kvferry.control.silent_clients import Listener, SilentClients
+from kvferry.control.credentials import bears
+from kvferry.control.http_clients import Clients, Listener
 from kvferry.errors import KVFerryError, SettingsError, UsageError
 from kvferry.loggers import logger_of
+from kvferry.open_files import share_of
 
 if TYPE_CHECKING:
     import asyncio
 
     import uvicorn
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from typing_extensions import Self
 
 log = logger_of(__name__)
 
 # Whoever waits for longer than clients do is answered in vain, and comes again: with too much to do, a server with a
 # long queue answers nobody in time. And all that wait are accepted at once, and again before the first are read: three
-# times as many must not be more than may be silent.
+# times as many must not be more than may be silent, which two of three connections may.
 _BACKLOG = 128
+_CONNECTIONS_OF_ONE_THAT_WAITS = 6
 # How long a client may take to send a request's head, its TLS handshake included, and how many may at once: connections
 # take file descriptors of the whole process.
 _LONGEST_HEAD_S = 10
 _MOST_SILENT = 512
-# Longer than the time between renewals, so that a rank's connection lives as long as the rank.
-_KEEP_ALIVE_S = 180
+# Between two requests: for who asks now and then, such as Prometheus every 15 s, and for a rank, whose connection lives
+# as long as the rank, longer than the time between renewals.
+_KEEP_ALIVE_S = 20
+_RANKS_KEEP_ALIVE_S = 180
 _GRACEFUL_SHUTDOWN_S = 1
+
+STAYS = "stays"
+"""What a request's state has where its connection is kept for longer: it comes from a rank that is registered."""
 
 
 class HttpServer(ABC):
@@ -54,6 +62,8 @@ class HttpServer(ABC):
         port_setting: the environment variable that chooses the port.
         when_taken: what else one can do if the port is taken.
         failed: the error that is raised if the server does not start or stop.
+        most_connections: how many there may be at a time; then those go on which nothing has come for longest.
+        share: how many sixteenths of the files that the process may open they may take at most.
     """
 
     title: str
@@ -61,14 +71,17 @@ class HttpServer(ABC):
     port_setting: str
     when_taken = ""
     failed: type[KVFerryError] = KVFerryError
+    most_connections: int
+    share: int
 
-    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, host: str, port: int, *, tls: ssl.SSLContext | None = None, token: str | None = None) -> None:
         """Takes the address; `start` binds it.
 
         Args:
             host: address or name to listen on; IPv6 without brackets.
             port: TCP port; 0 takes any that is free.
             tls: with it, the server speaks TLS.
+            token: whose requests do not have it must connect anew for each.
 
         Raises:
             SettingsError: if a value is impossible.
@@ -82,6 +95,7 @@ class HttpServer(ABC):
         self._host = host
         self._port = port
         self._tls = tls
+        self._token = token
         # Guards the step from new to started, and the one to closed.
         self._lock = threading.Lock()
         self._is_used = False
@@ -197,7 +211,8 @@ class HttpServer(ABC):
         listener = self._listen()
         try:
             host, port = listener.getsockname()[:2]
-            server = _quiet_server(self.app(), listener, on_up, tls=self._tls)
+            app = self.app() if self._token is None else _ClosesAfterStrangers(self.app(), self._token)
+            server = _quiet_server(app, listener, on_up, tls=self._tls, most=self._most())
         except BaseException:
             listener.close()
             raise
@@ -205,6 +220,9 @@ class HttpServer(ABC):
         self._server = server
         self._is_used = True
         return server, listener
+
+    def _most(self) -> int:
+        return share_of(self.share, 16, most=self.most_connections)
 
     def _listen(self) -> Listener:
         """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port."""
@@ -237,6 +255,24 @@ class HttpServer(ABC):
         return str(error)
 
 
+class _ClosesAfterStrangers:
+    """Closes a connection after the answer to a request that did not bring the token."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def closing(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                kept = [each for each in message.get("headers", ()) if each[0].lower() != b"connection"]
+                message = {**message, "headers": [*kept, (b"connection", b"close")]}
+            await send(message)
+
+        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
+        await self._app(scope, receive, send if bears(given, self._token) else closing)
+
+
 def _url(address: tuple[str, int], *, has_tls: bool) -> str:
     host, port = address
     scheme = "https" if has_tls else "http"
@@ -247,7 +283,7 @@ def _url(address: tuple[str, int], *, has_tls: bool) -> str:
 
 
 def _quiet_server(
-    app: ASGIApp, listener: Listener, on_up: Callable[[], None], *, tls: ssl.SSLContext | None
+    app: ASGIApp, listener: Listener, on_up: Callable[[], None], *, tls: ssl.SSLContext | None, most: int
 ) -> uvicorn.Server:
     # Imported late: processes that only use a registry need not load a web server.
     import h11
@@ -256,8 +292,8 @@ def _quiet_server(
 
     logger = logger_of(f"{__name__}.requests")
     logger.setLevel(logging.ERROR)
-    silent = SilentClients(most=_MOST_SILENT, longest_s=_LONGEST_HEAD_S)
-    listener.on_accept = silent.accepted
+    clients = Clients(most=most, most_silent=min(_MOST_SILENT, most * 2 // 3), longest_s=_LONGEST_HEAD_S)
+    listener.on_accept = clients.accepted
 
     class QuietProtocol(H11Protocol):
         """Writes no logs of requests, and waits only so long for the head of one.
@@ -273,17 +309,23 @@ def _quiet_server(
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
-            self.number = silent.connected(transport.get_extra_info("socket").fileno(), transport.abort)
+            self.number = clients.connected(transport.get_extra_info("socket").fileno(), transport.abort)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
+            clients.was_heard(self.number)
             if self.conn.their_state is not h11.IDLE:
-                silent.forget(self.number)
-            elif not silent.expects(self.number) and self.timeout_keep_alive_task is None:
-                silent.expect(self.number, self.transport.abort)  # it began another request on a connection it kept
+                clients.has_asked(self.number)
+            elif self.timeout_keep_alive_task is None:
+                clients.expect(self.number)  # it began another request on a connection it kept
+
+        def on_response_complete(self) -> None:
+            if self.scope["state"].get(STAYS):
+                self.timeout_keep_alive = _RANKS_KEEP_ALIVE_S
+            super().on_response_complete()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            silent.forget(self.number)
+            clients.forget(self.number)
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
@@ -317,7 +359,7 @@ def _quiet_server(
         proxy_headers=False,
         server_header=False,
         date_header=False,
-        backlog=_BACKLOG,
+        backlog=min(_BACKLOG, most // _CONNECTIONS_OF_ONE_THAT_WAITS),
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
     )

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
 from kvferry.control.credentials import bears
+from kvferry.control.http_server import STAYS
 from kvferry.control.leases import RENEWALS_PER_S, Leases
 from kvferry.control.pacing import Pacer
 from kvferry.control.registry_messages import (
@@ -136,6 +137,7 @@ def registry_app(
                 f"the path of rank {rank} of engine {engine!r}"
             )
         grant = registrations.register(registration, clock())
+        setattr(request.state, STAYS, True)
         told = registrations.drains(registration.incarnation)
         return _json(Lease(lease_s=grant.lease_s, renew_s=grant.renew_s, return_s=grant.return_s, draining=told))
 

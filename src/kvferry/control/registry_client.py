@@ -314,8 +314,8 @@ class RegistryClient(Registry):
         connections = self._connections()
         import httpx
 
-        try:
-            answer = request(
+        def ask() -> Answer:
+            return request(
                 connections,
                 self._url + path,
                 method=method,
@@ -323,6 +323,12 @@ class RegistryClient(Registry):
                 timeout_s=self._timeout_s,
                 **arguments,
             )
+
+        try:
+            try:
+                answer = ask()
+            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
+                answer = ask()  # a connection that was kept may end in this moment; every request may be repeated
         except httpx.RemoteProtocolError as error:
             # A registry that is stopped between request and answer looks like this. httpx has no class for
             # it.

@@ -39,6 +39,8 @@ class RegistryServer(HttpServer):
     port_setting = "KVFERRY_REGISTRY_PORT"
     when_taken = ", or set host_registry=False if the registry that is already there should be used"
     failed = RegistryError
+    most_connections = 32768  # 16,384 ranks, and as many that look engines up
+    share = 3  # of an engine's process
 
     def __init__(
         self,
@@ -49,11 +51,10 @@ class RegistryServer(HttpServer):
         token: str | None = None,
         certificate: ServerCertificate | None = None,
     ) -> None:
-        super().__init__(host, port, tls=None if certificate is None else certificate.context())
+        super().__init__(host, port, tls=None if certificate is None else certificate.context(), token=token)
         if lease_s > LONGEST_LEASE_S:
             raise SettingsError(f"lease_s is {lease_s}: a lease lasts at most {LONGEST_LEASE_S:g} s")
         self._registrations = Leases(lease_s)
-        self._token = token
         if token is not None and certificate is None and not is_loopback(host):
             logger_of(__name__).warning(
                 "the registry listens on %s without TLS: whoever listens on that network can register there as well; "
@@ -73,6 +74,7 @@ class RegistryServer(HttpServer):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         except (OSError, ValueError) as error:  # a system that has another limit beside it
             logger_of(__name__).debug("at most %d files stay open: %s", soft, error)
+        self.share = 14
         super().serve_forever(on_started)
 
     def app(self) -> ASGIApp:

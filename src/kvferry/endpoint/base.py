@@ -22,7 +22,7 @@ from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.endpoint.transfer import Transfer
-from kvferry.errors import KVFerryError, UsageError
+from kvferry.errors import KVFerryError, SettingsError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.loggers import logger_of
 from kvferry.observe.status import (
@@ -36,6 +36,7 @@ from kvferry.observe.status import (
     ThreadStatus,
     load_of,
 )
+from kvferry.open_files import SHARE, START
 from kvferry.plan import TransferPath, check_token_share
 from kvferry.plan.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.rank_identity import Identity
@@ -102,8 +103,8 @@ class Endpoint(ABC):
         Raises:
             LayoutError: if layout and coordinates disagree on context parallelism, or a field of the fingerprint is
                 impossible.
-            SettingsError: if a setting is impossible, no engine can have that name, or no address is found that peers
-                could be told.
+            SettingsError: if a setting is impossible, no engine can have that name, no address is found that peers
+                could be told, or the process may open too few files.
             TransportError: if the transport is missing.
         """
         check_engine_name(engine)  # before anything is taken: the registration would check it last
@@ -116,6 +117,8 @@ class Endpoint(ABC):
         self.settings = with_found_address(settings or Settings())
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform(self.settings.interpreter_takes_per_s)
+        if problem := self._platform.lacks_files(START + SHARE * self.settings.nixl_threads):
+            raise SettingsError(f"a {self._side.value} rank cannot start: {problem}")
         self.transport = transport or create_transport(
             self.settings, endpoint_name(engine, self.engine_rank), writes=self._side is Side.PREFILL
         )

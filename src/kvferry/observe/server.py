@@ -39,6 +39,8 @@ class ObserveServer(HttpServer):
     port_setting = "KVFERRY_OBSERVE_PORT"
     when_taken = f": so are the {PORTS - 1} behind it"
     failed = ObserveError
+    most_connections = 256
+    share = 1
 
     def __init__(
         self,
@@ -62,12 +64,11 @@ class ObserveServer(HttpServer):
         Raises:
             SettingsError: if a value is impossible.
         """
-        super().__init__(host, port)
+        super().__init__(host, port, token=token)
         self._metrics = metrics
         self._recorder = recorder
         self._status = status
         self._drain = drain
-        self._token = token
 
     def app(self) -> ASGIApp:
         """Returns the routes."""

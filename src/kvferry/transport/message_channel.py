@@ -18,6 +18,7 @@ import zmq
 
 from kvferry.errors import PeerDisconnectedError, TransportError
 from kvferry.loggers import logger_of
+from kvferry.open_files import CONNECTION, lack
 from kvferry.settings import bracketed
 
 log = logger_of(__name__)
@@ -70,7 +71,7 @@ class MessageSender:
             peer: its name, for messages.
 
         Raises:
-            TransportError: if the address is none.
+            TransportError: if the address is none, or this process may open too few files more.
         """
         self._peer = peer
         self._head = [address.token, ours.encode()]
@@ -79,10 +80,12 @@ class MessageSender:
         self._state = ConnectionState.CONNECTING
         self._waiting: list[bytes] = []
         self._given_up_at = time.monotonic() + _CONNECT_S
+        where = f"tcp://{bracketed(address.host)}:{address.port}"
+        if problem := lack(CONNECTION):
+            raise TransportError(f"{peer} cannot be reached at {where!r}: {problem}")
         self._socket = _configured(context, zmq.PUSH)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         self._socket.setsockopt(zmq.IMMEDIATE, 1)  # a message is for a connection that there is
-        where = f"tcp://{bracketed(address.host)}:{address.port}"
         try:
             self._socket.connect(where)
             self._socket.poll(_MOMENT_MS, zmq.POLLOUT)  # most are there by then, and need nobody to look again
@@ -145,6 +148,8 @@ class MessageChannel:
         Raises:
             TransportError: if it cannot.
         """
+        if problem := lack(CONNECTION):  # libzmq would end the process
+            raise TransportError(f"cannot listen on {host!r} for notifications: {problem}")
         self._name = endpoint_name
         self._token = secrets.token_bytes(_TOKEN_BYTES)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from http.client import HTTPResponse
 from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
+import psutil
 import pytest
 import trustme
+from tests.support.http_answers import http_answer
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
@@ -211,6 +216,92 @@ class TestSilentClients:
             assert all(ended(connection) for connection in silent[:8])
             for connection in silent:
                 connection.close()
+
+
+class TestConnectionsThatStay:
+    """Those that were answered, and go on being there."""
+
+    def test_of_too_many_the_one_that_was_silent_longest_goes(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(RegistryServer, "most_connections", 8)
+        with RegistryServer(port=0) as server:
+            staying = [asked(server) for _ in range(7)]
+            ask_by(staying[0])
+            with RegistryClient(server.url) as first, RegistryClient(server.url) as second:
+                assert first.register(RANK) == 10.0
+                assert len(second.engines()) == 1
+            assert ended(staying[1])
+            for connection in (staying[0], *staying[2:]):
+                assert is_open(connection)
+                connection.close()
+
+    def test_a_newcomer_is_served_while_strangers_keep_coming(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr(RegistryServer, "most_connections", 24)
+        process, held = psutil.Process(), []
+        with RegistryServer(port=0) as server:
+            before = process.num_fds()
+            for number in range(100):
+                held.append(asked(server) if number % 2 else socket.create_connection(server.address, PATIENCE_S))
+                if number % 10 == 0:
+                    with RegistryClient(server.url) as client:
+                        assert client.register(RANK) == 10.0
+            # each takes a descriptor at this end, too
+            eventually("no more than may are kept", lambda: process.num_fds() <= before + len(held) + 24)
+            for connection in held:
+                connection.close()
+            eventually("all are closed", lambda: process.num_fds() <= before)
+
+    @pytest.mark.parametrize("path", ["/health", "/livez"])
+    def test_who_does_not_know_the_secret_connects_anew_for_every_request(self, server: RegistryServer, path: str):
+        with socket.create_connection(server.address, PATIENCE_S) as connection:
+            ask_by(connection, path)
+            assert ended(connection)
+        with socket.create_connection(server.address, PATIENCE_S) as connection:
+            ask_by(connection, path, token=TOKEN)
+            assert is_open(connection)
+
+    def test_the_connection_of_a_rank_lives_longer_than_others(self, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setattr("kvferry.control.http_server._KEEP_ALIVE_S", 0.2)
+        with RegistryServer(port=0) as server, RegistryClient(server.url) as rank, asked(server) as stranger:
+            assert rank.register(RANK) == 10.0
+            assert ended(stranger)
+            assert not rank.has_hung_up
+
+    def test_a_request_that_meets_a_connection_as_it_ends_is_asked_again(self):
+        answers = http_answer(b'{"engines": []}'), b""
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+
+            def serve() -> None:
+                for answer in reversed(answers):
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(65536)
+                        connection.sendall(answer)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            with RegistryClient(f"http://127.0.0.1:{listener.getsockname()[1]}") as client:
+                assert client.engines() == ()
+            thread.join(PATIENCE_S)
+
+
+def asked(server: RegistryServer) -> socket.socket:
+    """A connection by which something was asked and answered."""
+    connection = socket.create_connection(server.address, PATIENCE_S)
+    ask_by(connection)
+    return connection
+
+
+def ask_by(connection: socket.socket, path: str = "/health", *, token: str | None = None) -> None:
+    """Asks something, and takes the whole answer."""
+    access = "" if token is None else f"Authorization: Bearer {token}\r\n"
+    connection.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n{access}\r\n".encode())
+    answer = HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+
+
+def is_open(connection: socket.socket) -> bool:
+    return not select.select([connection], [], [], 0.05)[0]
 
 
 def ended(connection: socket.socket) -> bool:

@@ -34,6 +34,7 @@ from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.rests import Rests
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
+from kvferry.open_files import lack
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import SPOKEN, Versions
@@ -112,6 +113,10 @@ class Platform(ABC):
     @abstractmethod
     def is_gone(self, process: ProcessIdentity) -> bool:
         """Whether a process is known to have ended. False where that cannot be seen from here."""
+
+    def lacks_files(self, needed: int) -> str:
+        """Says what is missing for so many more open files; empty if nothing is, or if there is no such limit."""
+        return ""
 
     @abstractmethod
     def pause(self, seconds: float) -> None:
@@ -218,6 +223,9 @@ class SystemPlatform(Platform):
 
     def is_gone(self, process: ProcessIdentity) -> bool:
         return is_gone(process, self._machine)
+
+    def lacks_files(self, needed: int) -> str:
+        return lack(needed)
 
     def pause(self, seconds: float) -> None:
         time.sleep(seconds)

@@ -38,6 +38,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import Device, Region
 from kvferry.loggers import logger_of
+from kvferry.open_files import CONNECTION, SHARE, START, lack
 from kvferry.plan import TransferPath
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.settings import Settings, environment
@@ -152,6 +153,8 @@ class NixlTransport(Transport):
         # Reader-writer: workers post side by side, only connecting and registering exclude each other.
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         config.captureTelemetry = True
+        if problem := lack(START + SHARE * threads):
+            raise TransportError(f"creating NIXL backend {backend!r}: {problem}")  # UCX would end the process
         self._agent: Any = self._nixl.nixlAgent(endpoint_name, config)
         available = self._agent.getAvailPlugins()
         if backend not in available:
@@ -199,6 +202,8 @@ class NixlTransport(Transport):
 
     def connect(self, metadata: bytes) -> str:
         peer = PeerMetadata.decode(metadata)
+        if problem := lack(CONNECTION + SHARE * len(self._lanes)):
+            raise TransportError(f"connecting to {peer.name}: {problem}")
         self.disconnect(peer.name)  # NIXL refuses to add an agent of a known name
         try:
             with self._translated(f"connecting to {peer.name}", peer.name):
