@@ -34,17 +34,25 @@ def share_of(parts: int, of: int, *, most: int) -> int:
     return most if limit is None else min(most, limit * parts // of)
 
 
+def num_open() -> int:
+    """Returns how many files this process has open.
+
+    Raises:
+        OSError: if it may open none more, and the system does not count them by itself.
+    """
+    # Linux 6.2 and newer count in the size; a listing takes a microsecond for each, and its own is closed again.
+    return os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
+
+
 def lack(needed: int) -> str:
     """Says what is missing for so many more files; empty if nothing is."""
     limit = most_open()
     if limit is None:
         return ""
     try:
-        # Linux 6.2 and newer count in the size; a listing takes a microsecond for each, and its own is closed again.
-        taken = os.stat("/proc/self/fd").st_size or len(os.listdir("/proc/self/fd")) - 1
+        free = max(0, limit - num_open())
     except OSError:  # there is none left even for this
-        taken = limit
-    free = max(0, limit - taken)
+        free = 0
     if free >= needed:
         return ""
     return (

@@ -214,6 +214,11 @@ class Rank:
         assert isinstance(self.endpoint, PrefillEndpoint)
         return {peer.name: peer.attempt for peer in self.endpoint._driver.ranks.peers()}
 
+    def registry_url(self) -> str:
+        """Where the registry is that a prefill rank announces itself to."""
+        assert isinstance(self.endpoint, PrefillEndpoint)
+        return self.endpoint.registry_url
+
     def endpoint_name(self) -> str:
         """What peers call this rank's endpoint."""
         assert self.endpoint is not None

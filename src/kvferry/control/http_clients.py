@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import itertools
+import os
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,15 +25,39 @@ class Listener(socket.socket):
     """
 
     on_accept: Callable[[socket.socket], None] | None = None
+    _reserve: int | None = None  # a file that a connection may have the place of, to be refused
 
     @classmethod
     def of(cls, listening: socket.socket) -> Listener:
         """Takes a listening socket over."""
-        return cls(listening.family, listening.type, listening.proto, listening.detach())
+        taken = cls(listening.family, listening.type, listening.proto, listening.detach())
+        taken._reserve = os.open(os.devnull, os.O_RDONLY)
+        return taken
+
+    def close(self) -> None:
+        """Closes it."""
+        super().close()
+        reserve, self._reserve = self._reserve, None
+        if reserve is not None:
+            os.close(reserve)
 
     def accept(self) -> tuple[socket.socket, object]:
-        """Accepts a connection, as every socket does."""
-        connection, address = super().accept()
+        """Accepts a connection, as every socket does; refuses it where this process may open no more files.
+
+        What is not accepted would make the listening socket readable again and again.
+        """
+        try:
+            connection, address = super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE) or self._reserve is None:
+                raise
+            os.close(self._reserve)
+            self._reserve = None
+            with contextlib.suppress(OSError):
+                super().accept()[0].close()
+            with contextlib.suppress(OSError):
+                self._reserve = os.open(os.devnull, os.O_RDONLY)
+            raise ConnectionAbortedError("refused: this process may open no more files") from error
         if self.on_accept is not None:
             self.on_accept(connection)
         return connection, address

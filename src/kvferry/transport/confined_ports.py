@@ -11,14 +11,14 @@ import ipaddress
 import os
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import TransportError
 
-_SO_ATTACH_FILTER = 26  # asm-generic/socket.h; Python's socket module does not name it
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h; Python's socket module does not name them
 _LISTENS = "0A"  # the state of a listening socket in /proc/net/tcp
 _ANYWHERE = {"0" * 8, "0" * 32}
 
@@ -32,7 +32,7 @@ _PASS, _DROP = 0xFFFFFFFF, 0
 
 @dataclass(frozen=True, slots=True)
 class ListeningSocket:
-    """A TCP socket of this process that listens on every interface.
+    """A TCP socket of this process that listens.
 
     Attributes:
         descriptor: its file descriptor.
@@ -55,7 +55,12 @@ class ListeningSocket:
 
 def sockets_on_every_interface() -> set[ListeningSocket]:
     """Returns this process's TCP sockets that listen on every interface."""
-    ports = dict(_listening())
+    return listening_sockets(_ANYWHERE)
+
+
+def listening_sockets(addresses: Container[str] | None = None) -> set[ListeningSocket]:
+    """Returns this process's TCP sockets that listen; with addresses, as the kernel lists them, on these alone."""
+    ports = {inode: port for inode, address, port in _listening() if addresses is None or address in addresses}
     found = set()
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -65,15 +70,15 @@ def sockets_on_every_interface() -> set[ListeningSocket]:
     return found
 
 
-def _listening() -> Iterator[tuple[str, int]]:
-    """Yields inode and port of every socket in this network namespace that listens on all interfaces."""
+def _listening() -> Iterator[tuple[str, str, int]]:
+    """Yields inode, address and port of every socket in this network namespace that listens."""
     for table in ("tcp", "tcp6"):
         with suppress(OSError):  # a kernel without IPv6
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
                 address, _, port = fields[1].partition(":")
-                if fields[3] == _LISTENS and address in _ANYWHERE:
-                    yield fields[9], int(port, 16)
+                if fields[3] == _LISTENS:
+                    yield fields[9], address, int(port, 16)
 
 
 def confine(listening: ListeningSocket, host: str) -> None:
@@ -88,12 +93,25 @@ def confine(listening: ListeningSocket, host: str) -> None:
     try:
         found = {str(each[4][0]) for each in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
         addresses = {ipaddress.ip_address(address.partition("%")[0]) for address in found}
-        program = _program(addresses)
-        instructions = ctypes.create_string_buffer(program, len(program))
-        described = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))  # struct sock_fprog
-        listening.set_option(_SO_ATTACH_FILTER, described)
+        _filter(listening, _program(addresses))
     except OSError as error:
         raise TransportError(f"port {listening.port} cannot be kept to {host!r} (KVFERRY_HOST): {error}") from error
+
+
+def shut(listening: ListeningSocket) -> None:
+    """Makes the kernel drop whatever comes to a listening socket, so that who connects tries again and again."""
+    _filter(listening, _step(_RETURN, _DROP))
+
+
+def open_again(listening: ListeningSocket) -> None:
+    """Takes it back."""
+    listening.set_option(_SO_DETACH_FILTER, bytes(4))
+
+
+def _filter(listening: ListeningSocket, program: bytes) -> None:
+    instructions = ctypes.create_string_buffer(program, len(program))
+    described = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))  # struct sock_fprog
+    listening.set_option(_SO_ATTACH_FILTER, described)
 
 
 def _program(addresses: set[ipaddress.IPv4Address | ipaddress.IPv6Address]) -> bytes:

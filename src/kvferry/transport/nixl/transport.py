@@ -52,6 +52,8 @@ from kvferry.transport.base import (
     check_lists,
     peer_written_to,
 )
+from kvferry.transport.confined_ports import listening_sockets
+from kvferry.transport.crowded_ports import CrowdedPorts
 from kvferry.transport.nixl.bindings import load_bindings, translated
 from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
@@ -164,8 +166,11 @@ class NixlTransport(Transport):
             parameters["num_workers"] = str(threads)  # UCX's, each with a connection to every peer
         if hands_lists:
             check_scatter_gather(backend, plugin_file(self._nixl, environment()))
+        listened = listening_sockets()
         with self._translated(f"creating NIXL backend {backend!r} with {parameters}"), told(hands_lists=hands_lists):
             self._backend: int = self._agent.createBackend(backend, parameters)
+        opened = listening_sockets() - listened if backend == "UCX" else ()
+        self._ports = CrowdedPorts(opened) if opened else None
         # Each of one thread, since NIXL ties a thread to one of UCX's workers.
         self._lanes = tuple(Lane(1, f"{endpoint_name}-lane") for _ in range(threads if threads > 1 else 0))
         self._smallest_share = smallest_share
@@ -497,6 +502,8 @@ class NixlTransport(Transport):
     def close(self) -> None:
         if self._agent is None:
             return
+        if self._ports is not None:
+            self._ports.close()
         for lane in self._lanes:
             lane.shutdown()
         for peer in list(self._peers):
