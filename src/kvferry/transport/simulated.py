@@ -3,7 +3,8 @@
 The contract is kept to the letter and not beyond. Bytes land piece by piece in any order, are read only when they land,
 and go on landing after the writer was frozen, or for a moment after it was killed. Notifications come late, in any
 order and more than once. A write may fail half done, and what was sent of it before lands after the error was
-reported. Nothing fences: closing or forgetting a peer stops no write.
+reported. A post may raise when some of its descriptors are on their way: nobody has a handle of them, and they go on,
+until they end or their writer forgets the peer. Nothing else fences: closing stops no write.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class SimulatedHandle(TransferHandle):
         notification: what the target gets at the end.
         problem: why it failed, once it has.
         has_ended: whether nothing of it is read or sent any more; what was sent before an error may be left.
+        is_orphan: whether its post has raised, so that its writer has no handle of it.
     """
 
     __slots__ = (
@@ -53,6 +55,7 @@ class SimulatedHandle(TransferHandle):
         "_total_bytes",
         "has_ended",
         "is_known",
+        "is_orphan",
         "left",
         "notification",
         "problem",
@@ -69,6 +72,7 @@ class SimulatedHandle(TransferHandle):
         self.notification = notification
         self.problem: Exception | None = None
         self.has_ended = False
+        self.is_orphan = False
         self.is_known = False  # whether `poll` has reported the end
         self._total_bytes = sum(piece.num_bytes for piece in pieces)
         self._descriptors = len(pieces)
@@ -104,12 +108,17 @@ class SimulatedWire:
         on_piece: called with every piece that is about to land, and its write.
         fails_to: called before a write is posted, a peer connected or a notification sent, which fails with the
             exception that it returns, if any.
+        breaks_off: called with a write whose descriptors are being posted, of which it may leave some out; the post
+            raises the exception that it returns, if any, and what it has left of the write goes on.
+        on_forgotten: called with each write of an earlier post that raised, once its writer has forgotten the peer.
         breaches: what a transport's user did that the contract forbids, in words.
     """
 
     on_post: Callable[[SimulatedHandle], None]
     on_piece: Callable[[SimulatedHandle, Piece], None]
     fails_to: Callable[[str], Exception | None]
+    breaks_off: Callable[[SimulatedHandle], Exception | None] = lambda transfer: None
+    on_forgotten: Callable[[SimulatedHandle], None] = lambda transfer: None
     members: dict[str, SimulatedTransport] = field(default_factory=dict)
     transfers: list[SimulatedHandle] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)
@@ -147,7 +156,8 @@ class SimulatedWire:
     def _stop(self, transfer: SimulatedHandle) -> None:
         if not transfer.has_ended:
             transfer.has_ended = True
-            transfer.source.unreported.add(transfer)
+            if not transfer.is_orphan:
+                transfer.source.unreported.add(transfer)
 
     @property
     def moving(self) -> list[SimulatedHandle]:
@@ -203,8 +213,13 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         return SimulatedConnection(peer, target)
 
     def disconnect(self, peer: str) -> None:
-        if any(transfer.source is self and transfer.target.endpoint_name == peer for transfer in self._wire.moving):
-            self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
+        for transfer in self._wire.moving:
+            if transfer.source is not self or transfer.target.endpoint_name != peer:
+                continue
+            if transfer.is_orphan:
+                self._wire.on_forgotten(transfer)
+            else:
+                self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
         super().disconnect(peer)
 
     def start(self, connection: SimulatedConnection, copies: Copies, notification: bytes) -> SimulatedHandle:
@@ -227,6 +242,12 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         if not target.is_mapped or not self._wire.reaches(target):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
         transfer = SimulatedHandle(self, target, pieces, notification)
+        problem = self._wire.breaks_off(transfer)
+        if problem is not None:
+            transfer.is_orphan = True
+            if transfer.left:
+                self._wire.transfers.append(transfer)
+            raise problem
         self._wire.transfers.append(transfer)
         self._wire.on_post(transfer)
         return transfer

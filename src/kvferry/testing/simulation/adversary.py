@@ -66,6 +66,7 @@ class Adversary:
         self._frozen_odds = odds_of.get("frozen receiver", 0.0)
         self._of_leaving = random.Random(f"{world.seed} who leaves")  # likewise
         self._leaving_odds = odds_of.get("leave", 0.0)
+        self._of_posts = random.Random(f"{world.seed} which posts raise")  # likewise
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
@@ -111,6 +112,24 @@ class Adversary:
         if what == "connect":  # whoever waits for the same link soon after fails with it
             self._upset_until(self._world.now + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
+
+    def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
+        """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
+        odds = self._world.circumstances.odds.get("post raises")
+        if odds is None or self._world.is_ending or self._of_posts.random() >= odds:
+            return None
+        if not self._counts("post raises"):
+            return None
+        self._of_posts.shuffle(transfer.left)
+        del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
+        problem = self._excused_break(transfer, self._of_posts)
+        self._ends_soon(transfer, self._of_posts)
+        return problem
+
+    def is_cut(self, transfer: SimulatedHandle) -> None:
+        """Its writer forgets the peer: of what it has posted in vain, only what was sent lands."""
+        sent = self._of_posts.randint(0, len(transfer.left))
+        self._world.wire.fail(transfer, None, sent=sent)
 
     def copying_fails(self) -> Exception | None:
         """Why bytes cannot be copied to or from staging memory, if so."""
@@ -305,7 +324,7 @@ class Adversary:
 
     def _of_the_living(self) -> list[SimulatedHandle]:
         """Writes that may fail. What a process that has died had sent just ends: nobody is there to be told."""
-        return [transfer for transfer in self._world.wire.moving if transfer not in self.doomed]
+        return [each for each in self._world.wire.moving if each not in self.doomed]
 
     def _fail_write(self) -> None:
         writes = self._of_the_living()
@@ -314,6 +333,14 @@ class Adversary:
 
     def _break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
         """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
+        problem = self._excused_break(transfer, draw)
+        sent = draw.randint(0, len(transfer.left))
+        draw.shuffle(transfer.left)
+        self._world.wire.fail(transfer, problem, sent=sent)
+        self._ends_soon(transfer, draw)
+
+    def _excused_break(self, transfer: SimulatedHandle, draw: random.Random) -> Exception:
+        """Excuses what suffers from a write's failure, and returns why it fails."""
         self._excuse_all("a write failed")
         # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
         kind = draw.choice([TransportError, PeerDisconnectedError])
@@ -325,16 +352,17 @@ class Adversary:
             self.kept_until[both] = settled_at + RECOVERY_S
         elif isinstance(decode_notification(transfer.notification), StagedArrived):
             self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
-        sent = draw.randint(0, len(transfer.left))
-        draw.shuffle(transfer.left)
-        self._world.wire.fail(transfer, kind("the simulation lets it fail"), sent=sent)
+        return kind("the simulation lets it fail")
+
+    def _ends_soon(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+        """Lets what is left of a failed write land in a moment, or once its receiver thaws."""
         # Sooner than after a death: whoever waits for it may be frozen meanwhile, or its clock may jump.
         self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
         self.doomed[transfer] = self._world.now + LINGER_S / 2
         self.in_sockets.add(transfer)
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
-        """Whether what was sent of a failed write waits for its receiver to thaw, which alone reads its sockets."""
+        """Whether what is left of a failed write waits for its receiver to thaw, which alone reads its sockets."""
         return transfer in self.in_sockets and self._world.process_of(transfer.target).thaws_at is not None
 
     def thawed(self, process: Process) -> None:

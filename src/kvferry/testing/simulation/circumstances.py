@@ -36,8 +36,12 @@ _DRAWN = (
 _DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "another prompt": (1.0, 1 / 64)}
 """By kind, the share of worlds that have it, and the share of their requests that meet it."""
 
-_STRUCK_APART: Mapping[str, tuple[float, float]] = {"frozen receiver": (1 / 8, 0.1), "leave": (1 / 16, 0.02)}
-"""By kind, the share of worlds that have it, and how often it befalls a step of theirs."""
+_STRUCK_APART: Mapping[str, tuple[float, float]] = {
+    "frozen receiver": (1 / 8, 0.1),
+    "leave": (1 / 16, 0.02),
+    "post raises": (1 / 8, 0.1),
+}
+"""By kind, the share of worlds that have it, and how often it befalls a step, or a call, of theirs."""
 
 TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
 """What may go wrong. Every world has its own few, so that each also comes alone."""

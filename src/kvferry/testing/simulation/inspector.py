@@ -202,6 +202,8 @@ class Inspector:
             return
         by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
         for each in self._world.wire.moving:
+            if each.is_orphan:
+                continue  # it has failed, for all that its writer knows
             if each.source is transfer.source and isinstance(self._what(each), ChunkArrived):
                 by_target.setdefault(each.target, []).append(each)
         settings = source.endpoint.settings

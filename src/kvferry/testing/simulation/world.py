@@ -93,7 +93,11 @@ class World:
         self._sides_of: dict[Process, list[RankSide]] = {}
         self._process_of: dict[SimulatedTransport, Process] = {}
         self.wire = SimulatedWire(
-            self._inspector.check_post, self._inspector.check_piece, self.adversary.transport_fails
+            on_post=self._inspector.check_post,
+            on_piece=self._inspector.check_piece,
+            fails_to=self.adversary.transport_fails,
+            breaks_off=self.adversary.post_raises,
+            on_forgotten=self.adversary.is_cut,
         )
         self.network = ControlNetwork(self.adversary.sending_fails)
         self.registry = RegistryProcess(LEASE_S)
@@ -381,8 +385,10 @@ class World:
     def _gets_on(self, transfer: SimulatedHandle) -> bool:
         if self.now < self.adversary.held.get(transfer, 0.0):
             return False
+        if self.adversary.lies_in_sockets(transfer):
+            return False
         if transfer.has_ended:
-            return not self.adversary.lies_in_sockets(transfer)  # it was sent: nothing else holds it up
+            return True  # it was sent: nothing else holds it up
         owner = self.process_of(transfer.source)
         return self.circumstances.wire_runs_alone or owner.thaws_at is None or owner.died_at is not None
 
