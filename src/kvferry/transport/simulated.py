@@ -117,8 +117,8 @@ class SimulatedWire:
     on_post: Callable[[SimulatedHandle], None]
     on_piece: Callable[[SimulatedHandle, Piece], None]
     fails_to: Callable[[str], Exception | None]
-    breaks_off: Callable[[SimulatedHandle], Exception | None] = lambda transfer: None
-    on_forgotten: Callable[[SimulatedHandle], None] = lambda transfer: None
+    breaks_off: Callable[[SimulatedHandle], Exception | None] = lambda _: None
+    on_forgotten: Callable[[SimulatedHandle], None] = lambda _: None
     members: dict[str, SimulatedTransport] = field(default_factory=dict)
     transfers: list[SimulatedHandle] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)

@@ -57,7 +57,7 @@ class _Offers:
 
 
 @dataclass(eq=False, slots=True)
-class _Caller:
+class Caller:
     """Somebody who waits, on a thread of their own, until a link is ready.
 
     Attributes:
@@ -98,7 +98,7 @@ class Links:
         self.rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
         self._current: dict[LinkKey, Link] = {}
         self.retired: list[Link] = []
-        self._callers: list[_Caller] = []
+        self._callers: list[Caller] = []
         self.is_closed = False
         self._is_watching = False
         self._overtaken: set[Link] = set()  # whose look-up may have missed a change
@@ -131,12 +131,11 @@ class Links:
 
     def wait_ready(self, key: LinkKey, timeout_s: float) -> None:
         """Waits until a link is ready, making it if there is none; see `DecodeEndpoint.connect`."""
-        caller = _Caller()
+        caller = Caller()
         try:
-            self._callers.append(caller)
+            self.begin_waiting(caller, key)
             if self.is_closed:  # `close` answers whoever had been added before
                 raise EndpointClosedError("the endpoint was closed")
-            self._context.submit(partial(self._take_caller, caller, key))
             caller.ready.result(timeout_s)
             return
         except FutureTimeoutError:
@@ -149,12 +148,17 @@ class Links:
             f"registered at the same registry, {self._context.registry.url_for(key.engine)}? {problem or ''}"
         ) from problem
 
-    def _take_caller(self, caller: _Caller, key: LinkKey, now: float) -> None:
+    def begin_waiting(self, caller: Caller, key: LinkKey) -> None:
+        """Begins what `wait_ready` waits for."""
+        self._callers.append(caller)
+        self._context.submit(partial(self._take_caller, caller, key))
+
+    def _take_caller(self, caller: Caller, key: LinkKey, now: float) -> None:
         caller.link = self.to(key, now + self._context.settings.bootstrap_timeout_s)
         if caller.link.state is LinkState.READY:
             caller.ready.set_result(None)
 
-    def _waiting(self, link: Link) -> list[_Caller]:
+    def _waiting(self, link: Link) -> list[Caller]:
         return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
 
     # ---- sending ------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.testing.simulation.circumstances import LINGER_S, THAW_S, WAITS, Engine
 from kvferry.testing.simulation.control_network import Line
-from kvferry.testing.simulation.laws import Law, demand
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide
 from kvferry.transport.simulated import SimulatedHandle
@@ -36,11 +35,6 @@ class Restart:
     at: float
 
 
-def is_leaving(process: Process) -> bool:
-    """Whether a process drains."""
-    return process.endpoint.is_draining
-
-
 class Adversary:
     """What goes wrong in one world.
 
@@ -49,6 +43,7 @@ class Adversary:
         doomed: until when writes of dead processes go on.
         in_sockets: writes that failed, of which the receiver's sockets hold what was sent while it is frozen.
         held: until when writes do not get on.
+        of_frozen: chance, about what receivers that freeze have not read.
         lines_heal: when connections that are cut come back.
         broken_off: prefill and decode processes between which a write failed: to connect anew takes them longer.
         kept_until: until when a decode rank's ring may be kept, on either side, for what a failed write of a prefill
@@ -61,12 +56,8 @@ class Adversary:
         self._lingering = random.Random(world.seed + 3)  # what becomes of a write that fails
         odds_of = world.circumstances.odds
         self._happenings = [(kind, odds, _HAPPENINGS[kind]) for kind, odds in odds_of.items() if kind in _HAPPENINGS]
-        # Of its own, so that worlds stay as they are in which it does not strike.
-        self._of_frozen = random.Random(f"{world.seed} frozen receivers")
-        self._frozen_odds = odds_of.get("frozen receiver", 0.0)
-        self._of_leaving = random.Random(f"{world.seed} who leaves")  # likewise
-        self._leaving_odds = odds_of.get("leave", 0.0)
-        self._of_posts = random.Random(f"{world.seed} which posts raise")  # likewise
+        # Of its own, so that worlds stay as they are in which nothing freezes.
+        self.of_frozen = random.Random(f"{world.seed} frozen receivers")
         self.faults = 0
         self.doomed: dict[SimulatedHandle, float] = {}
         self.held: dict[SimulatedHandle, float] = {}
@@ -85,9 +76,9 @@ class Adversary:
         odds = self._world.circumstances.odds.get(kind)
         if odds is None or self._world.is_ending or self._world.fate.random() >= 10 * odds:
             return False
-        return self._counts(kind)
+        return self.counts(kind)
 
-    def _counts(self, kind: str) -> bool:
+    def counts(self, kind: str) -> bool:
         """Numbers a fault; False if it is left out."""
         self.faults += 1
         if self.faults in self._world.limits.without_faults:
@@ -100,94 +91,43 @@ class Adversary:
         """Whether a message cannot be sent, since its queue is full."""
         if not self.strikes("send fails"):
             return False
-        self._excuse_all("sending failed")
-        self._upset_until(self._world.now + WAITS.peer_s + RECOVERY_S)  # a heartbeat may be lost, and others with it
+        self.excuse_all("sending failed")
+        self.upset_until(self._world.now + WAITS.peer_s + RECOVERY_S)  # a heartbeat may be lost, and others with it
         return True
 
     def transport_fails(self, what: str) -> Exception | None:
         """Why something that a transport was asked for fails, if it does."""
         if not self.strikes(f"{what} fails"):
             return None
-        self._excuse_all(f"{what} failed")
+        self.excuse_all(f"{what} failed")
         if what == "connect":  # whoever waits for the same link soon after fails with it
-            self._upset_until(self._world.now + RECOVERY_S)
+            self.upset_until(self._world.now + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
-
-    def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
-        """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
-        odds = self._world.circumstances.odds.get("post raises")
-        if odds is None or self._world.is_ending or self._of_posts.random() >= odds:
-            return None
-        if not self._counts("post raises"):
-            return None
-        self._of_posts.shuffle(transfer.left)
-        del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
-        problem = self._excused_break(transfer, self._of_posts)
-        self._ends_soon(transfer, self._of_posts)
-        return problem
-
-    def is_cut(self, transfer: SimulatedHandle) -> None:
-        """Its writer forgets the peer: of what it has posted in vain, only what was sent lands."""
-        sent = self._of_posts.randint(0, len(transfer.left))
-        self._world.wire.fail(transfer, None, sent=sent)
 
     def copying_fails(self) -> Exception | None:
         """Why bytes cannot be copied to or from staging memory, if so."""
         if not self.strikes("copy fails"):
             return None
-        self._excuse_all("copying failed")
+        self.excuse_all("copying failed")
         return RuntimeError("the simulation lets a copy fail")
 
     def go_wrong(self) -> None:
         """Whatever befalls this step."""
         draw = self._world.fate.random
         for kind, odds, happens in self._happenings:
-            if draw() < odds and self._counts(kind):
+            if draw() < odds and self.counts(kind):
                 happens(self)
-        if self._frozen_odds and self._of_frozen.random() < self._frozen_odds:
-            self._break_off_while_frozen()
-        if self._leaving_odds and self._of_leaving.random() < self._leaving_odds:
-            self._leave()
 
-    def _leave(self) -> None:
-        """An engine drains, to leave once nothing is open there. What it has, or was asked for, does not suffer."""
-        engines = self._world.circumstances.engines.values()
-        whole = [each for each in engines if len(each.ranks) == len(each.shapes)]
-        staying = [each for each in whole if all(rank.takes_work and not is_leaving(rank) for rank in each.ranks)]
-        if not staying or not self._counts("leave"):
-            return
-        engine = self._of_leaving.choice(staying)
-        self._world.note("%s drains", engine.name)
-        for process in engine.ranks:
-            for side in self._world.sides_of(process):
-                if not side.request.is_over and not side.is_taken:
-                    side.request.excused(f"{process.name} drains, and has not heard of it")
-            process.acts()
-            process.endpoint.drain()
-
-    def leave_if_drained(self) -> None:
-        """Engines that drain close once all of their ranks have."""
-        for engine in self._world.circumstances.engines.values():
-            if engine.ranks and all(rank.takes_work and rank.endpoint.is_drained for rank in engine.ranks):
-                self._world.note("%s has drained", engine.name)
-                for process in engine.ranks:
-                    for side in self._world.sides_of(process):
-                        is_open = side.transfer is not None and not side.transfer.state.is_final
-                        demand(not is_open, Law.ENDS, f"{process.name} has drained, and {side.request} is open there")
-                    process.begin_closing()
-                    self._restart_later(process)
-                self._upset_until(self._world.now + RECOVERY_S)
-
-    def _upset_until(self, time_s: float) -> None:
+    def upset_until(self, time_s: float) -> None:
         """Requests that come before then may fail for what has happened now."""
         self.unwell_until = max(self.unwell_until, time_s)
 
-    def _excuse_all(self, why: str) -> None:
+    def excuse_all(self, why: str) -> None:
         for request in self._world.requests:
             if not request.is_over:
                 request.excused(why)
 
-    def _excuse_those_with(self, process: Process, why: str) -> None:
+    def excuse_those_with(self, process: Process, why: str) -> None:
         for request in self._world.requests:
             if not request.is_over and process.engine in (request.prefill, request.decode):
                 request.excused(why)
@@ -206,7 +146,7 @@ class Adversary:
         if process is not None:
             self.kill(process)
             if self._world.fate.random() < 0.7:
-                self._restart_later(process)
+                self.restart_later(process)
 
     def kill(self, process: Process) -> None:
         """A process ends in the middle of everything. Some of what it wrote may land for a while."""
@@ -214,7 +154,7 @@ class Adversary:
         process.died_at = self._world.now
         process.thaws_at = None
         process.transport.is_mapped = False
-        self._excuse_those_with(process, f"{process.name} was killed")
+        self.excuse_those_with(process, f"{process.name} was killed")
         if process.is_prefill:
             self._world.network.listener_died(process.address)
             for line in self._world.network.lines:
@@ -248,7 +188,7 @@ class Adversary:
                     side.is_released = True
                     request.excused(f"{process.name} left")
 
-    def _restart_later(self, process: Process) -> None:
+    def restart_later(self, process: Process) -> None:
         engine = self._world.circumstances.engines[process.engine]
         self._world.restarts.append(
             Restart(engine, process.rank, self._world.now + self._world.fate.choice([0.0, 0.2, 1.0, 3.0]))
@@ -257,28 +197,32 @@ class Adversary:
     def _freeze(self) -> None:
         process = self._someone()
         if process is not None:
-            self._freeze_until(process, self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9]))
+            self.freeze_until(process, self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9]))
 
-    def _freeze_until(self, process: Process, thaws_at: float) -> None:
+    def freeze_until(self, process: Process, thaws_at: float) -> None:
         process.thaws_at = thaws_at
         for transfer, until in self._left_until.items():
             if transfer.target is process.transport:  # what it reads of its sockets between two freezes it has read
                 self._left_s[transfer] = max(0.0, until - self._world.now - _FREEZE_COUNTS_S)
         self._world.threads_changed()
         self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
-        self._excuse_those_with(process, f"{process.name} froze")
+        self.excuse_those_with(process, f"{process.name} froze")
 
     def _close(self) -> None:
         process = self._someone()
         if process is not None:
-            self._world.note("%s is closed", process.name)
-            self._excuse_those_with(process, f"{process.name} was closed")
-            process.begin_closing()
-            self._restart_later(process)
+            self.close(process)
             if self._world.fate.random() < 0.3:  # perhaps it is closed since its writes hang
                 for transfer in self._world.wire.moving:
                     if transfer.source is process.transport:
                         self._hold_up(transfer)
+
+    def close(self, process: Process) -> None:
+        """A process's owner closes its endpoint, and starts another one later."""
+        self._world.note("%s is closed", process.name)
+        self.excuse_those_with(process, f"{process.name} was closed")
+        process.begin_closing()
+        self.restart_later(process)
 
     def _cut(self) -> None:
         if self._world.network.lines:
@@ -291,12 +235,12 @@ class Adversary:
             if seconds:
                 line.is_cut = True
                 self.lines_heal[line] = self._world.now + seconds
-            self._excuse_all("a connection broke")
+            self.excuse_all("a connection broke")
 
     def _registry(self) -> None:
-        self._excuse_all("the registry failed")
+        self.excuse_all("the registry failed")
         # One that is back knows nobody, and whoever asked in vain asks again only after a while.
-        self._upset_until(self._world.now + RECOVERY_S)
+        self.upset_until(self._world.now + RECOVERY_S)
         lot = self._world.fate.random()
         if not self._world.registry.answers or lot < 0.4:
             self._world.registry.restart()
@@ -322,39 +266,39 @@ class Adversary:
             side.process.acts()
             transfer.abort("the simulation says so")
 
-    def _of_the_living(self) -> list[SimulatedHandle]:
+    def of_the_living(self) -> list[SimulatedHandle]:
         """Writes that may fail. What a process that has died had sent just ends: nobody is there to be told."""
         return [each for each in self._world.wire.moving if each not in self.doomed]
 
     def _fail_write(self) -> None:
-        writes = self._of_the_living()
+        writes = self.of_the_living()
         if writes:
-            self._break_off(self._world.fate.choice(writes), self._lingering)
+            self.break_off(self._world.fate.choice(writes), self._lingering)
 
-    def _break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+    def break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
         """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
-        problem = self._excused_break(transfer, draw)
+        problem = self.excused_break(transfer, draw)
         sent = draw.randint(0, len(transfer.left))
         draw.shuffle(transfer.left)
         self._world.wire.fail(transfer, problem, sent=sent)
-        self._ends_soon(transfer, draw)
+        self.ends_soon(transfer, draw)
 
-    def _excused_break(self, transfer: SimulatedHandle, draw: random.Random) -> Exception:
+    def excused_break(self, transfer: SimulatedHandle, draw: random.Random) -> Exception:
         """Excuses what suffers from a write's failure, and returns why it fails."""
-        self._excuse_all("a write failed")
+        self.excuse_all("a write failed")
         # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
         kind = draw.choice([TransportError, PeerDisconnectedError])
         both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         self.broken_off.add(both)
         settled_at = max(self._world.now + WAITS.quarantine_s, both[1].thaws_at or 0.0) + WAITS.quarantine_s
         if kind is PeerDisconnectedError:
-            self._upset_until(self._world.now + RECOVERY_S)
+            self.upset_until(self._world.now + RECOVERY_S)
             self.kept_until[both] = settled_at + RECOVERY_S
         elif isinstance(decode_notification(transfer.notification), StagedArrived):
             self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
         return kind("the simulation lets it fail")
 
-    def _ends_soon(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+    def ends_soon(self, transfer: SimulatedHandle, draw: random.Random) -> None:
         """Lets what is left of a failed write land in a moment, or once its receiver thaws."""
         # Sooner than after a death: whoever waits for it may be frozen meanwhile, or its clock may jump.
         self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
@@ -370,17 +314,8 @@ class Adversary:
         for transfer in self._world.wire.transfers:
             if transfer in self.in_sockets and transfer.target is process.transport:
                 left_s = self._left_s.get(transfer, THAW_S)
-                self.held[transfer] = self._world.now + self._of_frozen.random() * left_s
+                self.held[transfer] = self._world.now + self.of_frozen.random() * left_s
                 self.doomed[transfer] = self._left_until[transfer] = self._world.now + left_s
-
-    def _break_off_while_frozen(self) -> None:
-        """A decode rank freezes for long; a write to it has been sent, in part, and fails."""
-        writes = [each for each in self._of_the_living() if self._world.process_of(each.target).takes_work]
-        if writes and self._counts("frozen receiver"):
-            transfer = self._of_frozen.choice(writes)
-            process = self._world.process_of(transfer.target)
-            self._freeze_until(process, self._world.now + self._of_frozen.choice([2.0, 4.0, 6.0]))
-            self._break_off(transfer, self._of_frozen)
 
     def _delay_write(self) -> None:
         if self._world.wire.moving:
@@ -388,8 +323,8 @@ class Adversary:
 
     def _hold_up(self, transfer: SimulatedHandle) -> None:
         self.held[transfer] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
-        self._upset_until(self.held[transfer] + RECOVERY_S)  # others wait behind it
-        self._excuse_all("a write came late")
+        self.upset_until(self.held[transfer] + RECOVERY_S)  # others wait behind it
+        self.excuse_all("a write came late")
 
     def _jump(self) -> None:
         process = self._someone()
@@ -402,7 +337,7 @@ class Adversary:
             process.changes += 1
             process.platform.skew_s += seconds
             self.unwell_until = self._world.now + RECOVERY_S
-            self._excuse_all("a clock jumped")
+            self.excuse_all("a clock jumped")
 
 
 _HAPPENINGS: dict[str, Callable[[Adversary], None]] = {

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
+_WRONGED_BY = frozenset({"crash", "close", "freeze", "cut", "leave", "ends unproved", "close waits"})
+"""Troubles after which a rank that was started again may not have been found yet."""
 
 _LONGEST_STEP_S = 0.2  # of a model, in which it computes layers
 
@@ -163,7 +165,7 @@ class Callers:
         side.failed_at = self._world.now
 
     def _is_wronged(self, process: Process) -> bool:
-        return process.life > 0 and bool({"crash", "close", "freeze", "cut", "leave"} & self._world.troubles)
+        return process.life > 0 and bool(_WRONGED_BY & self._world.troubles)
 
     def _open_sender(self, side: SendSide) -> None:
         endpoint = side.process.endpoint

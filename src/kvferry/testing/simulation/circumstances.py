@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from kvferry.protocol.transfer.holding import Waits
@@ -40,8 +40,15 @@ _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "frozen receiver": (1 / 8, 0.1),
     "leave": (1 / 16, 0.02),
     "post raises": (1 / 8, 0.1),
+    "ends unproved": (1 / 16, 0.02),
+    "silence": (1 / 16, 0.02),
+    "second start": (1 / 16, 0.01),
+    "close waits": (1 / 16, 0.05),
 }
 """By kind, the share of worlds that have it, and how often it befalls a step, or a call, of theirs."""
+
+_HEALED = frozenset({"ends unproved", "silence", "second start"})
+"""What must be over after a while: in worlds with these more requests come, and later."""
 
 TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
 """What may go wrong. Every world has its own few, so that each also comes alone."""
@@ -60,6 +67,7 @@ _ALL_WRITES_S = 1.0  # likewise, of all requests together: half of the deadline 
 _STAGED_PADDING = 3  # at most so many times the bytes cross where segments are aligned
 
 _PAGES = 16
+_LATE_REQUESTS = 4
 _MOST_RINGS = 8
 
 
@@ -236,6 +244,13 @@ def _common_settings() -> Settings:
         end_proofs="process,rank,kubernetes,operator",
         max_pending_opens=10,  # all that there are, from one decode rank: none is refused for it
     )
+
+
+def for_healing(circumstances: Circumstances) -> Circumstances:
+    """Circumstances in which requests come late enough to show what heals, where something is to."""
+    if not _HEALED & circumstances.odds.keys():
+        return circumstances
+    return replace(circumstances, requests=max(_LATE_REQUESTS, circumstances.requests), comes_within_s=6.0)
 
 
 def drawn_apart(seed: int, limits: Limits) -> dict[str, float]:

@@ -24,6 +24,8 @@ class Line(Connection):
         up: messages on their way to the prefill rank.
         down: messages on their way from it.
         is_cut: whether nothing gets through at present.
+        loses_up: whether what is sent to the prefill rank is lost, and nobody is told, until it is made anew.
+        loses_down: the same of what is sent to the decode rank.
         has_broken: whether it broke, and the decode rank does not know yet.
         is_closed: whether the decode rank has ended it; what it sent before still leaves.
         arrived: messages that the decode rank has not read.
@@ -36,6 +38,8 @@ class Line(Connection):
     down: deque[bytes] = field(default_factory=deque)
     arrived: deque[bytes] = field(default_factory=deque)
     is_cut: bool = False
+    loses_up: bool = False
+    loses_down: bool = False
     has_broken: bool = False
     is_closed: bool = False
 
@@ -55,7 +59,20 @@ class Line(Connection):
             raise PeerDisconnectedError(f"cannot send to {self.address}: the connection was closed")
         if self.network.fails_to_send():
             raise PeerDisconnectedError(f"cannot send to {self.address}: its queue is full")
-        self.up.append(message)
+        if not self.loses_up:
+            self.up.append(message)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether it carries nothing more, one way at least."""
+        return self.loses_up or self.loses_down
+
+    def drop_lost(self) -> None:
+        """Drops what is on its way where nothing arrives any more."""
+        if self.loses_up:
+            self.up.clear()
+        if self.loses_down:
+            self.down.clear()
 
 
 class SimulatedListeningEnd(ListeningEnd):
@@ -84,7 +101,8 @@ class SimulatedListeningEnd(ListeningEnd):
         line = self.lines.get(identity)
         if line is None or line.is_closed:
             raise PeerDisconnectedError(f"no connection to {identity}")
-        line.down.append(message)
+        if not line.loses_down:
+            line.down.append(message)
 
     def close(self) -> None:
         if self._network.listening.get(self.address) is self:

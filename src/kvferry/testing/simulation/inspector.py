@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.endpoint import DecodeEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
+from kvferry.plan import TransferPath
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.holding import longest_s
 from kvferry.protocol.transfer.states import (
@@ -65,6 +66,9 @@ _TELLS_UNLESS = frozenset(
         "reorder",
         "frozen receiver",
         "leave",
+        "ends unproved",
+        "silence",
+        "close waits",
     }
 )  # then who is to be told may be out of reach, or take its peer for lost
 
@@ -279,7 +283,7 @@ class Inspector:
             since, longest_s = side.held_since, side.longest_s
             if transfer.state is TransferState.FAILED:
                 since = max(since, self._all_in_reach_since)
-            if self._world.now - since > longest_s:
+            if self._world.now - since > longest_s and not self._is_kept_by_right(side):
                 raise ViolationError(
                     Law.GIVES_BACK,
                     f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
@@ -324,6 +328,20 @@ class Inspector:
             or not all(process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
         )
 
+    def _is_kept_by_right(self, side: RankSide) -> bool:
+        """Whether a rank that nobody can prove to have ended may still write to a failed room's pages."""
+        if not isinstance(side, ReceiveSide) or side.transfer is None or not self._world.proves_no_end:
+            return False
+        engines = [self._world.circumstances.engines[name] for name in (side.request.prefill, side.request.decode)]
+        is_direct = engines[1].settings.unproven_path == "auto" and all(
+            each.settings.forced_path is not TransferPath.STAGED for each in engines
+        )
+        return (
+            is_direct
+            and side.transfer.state is TransferState.FAILED
+            and any(each.engine == side.request.prefill and not each.is_alive for each in self._world.processes)
+        )
+
     def _open_sides(self) -> Iterator[RankSide]:
         """Those whose callers have opened the room, and do not have their pages back."""
         for side in self._world.sides:
@@ -344,12 +362,15 @@ class Inspector:
                 continue
             if not transfer.state.is_final:
                 return Law.ENDS, f"{side.process.name}: {side.request} is still {transfer.state.value}"
+            if self._is_kept_by_right(side):
+                continue
             # Whoever is frozen may write or be written to when it thaws, and nothing says when.
             if not (but_for_frozen and is_someone_frozen):
                 return Law.GIVES_BACK, f"{side.process.name}: {side.request} ended, but keeps its pages"
         living = {process.transport.endpoint_name for process in self._world.processes if process.is_alive}
         for process in self._world.processes if not is_someone_frozen else ():
-            left = leftovers(process, living) if process.is_alive else ""
+            kept = {side.request.room for side in self._world.sides_of(process) if self._is_kept_by_right(side)}
+            left = leftovers(process, living, kept) if process.is_alive else ""
             if left:
                 return Law.LEAVES_NOTHING, f"{process.name}: left are {left}"
         return None

@@ -8,16 +8,17 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.testing.simulation.processes import Process
 
 
-def leftovers(process: Process, living: Collection[str]) -> str:
+def leftovers(process: Process, living: Collection[str], kept: Collection[int]) -> str:
     """What is left, in words; empty if nothing is.
 
     Args:
         living: the names of all endpoints whose processes live.
+        kept: the rooms that a decode rank keeps by right: whoever may write to their pages cannot be proved to be gone.
     """
     endpoint = process.endpoint
     if process.closing is not None:
         return "the endpoint itself, which was closed"
-    found = _of_prefill(endpoint, living) if isinstance(endpoint, PrefillEndpoint) else _of_decode(endpoint)
+    found = _of_prefill(endpoint, living) if isinstance(endpoint, PrefillEndpoint) else _of_decode(endpoint, kept)
     return next(found, "")
 
 
@@ -42,9 +43,10 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
             yield f"{staged.peer.ring.in_use} bytes of the ring of {peer.name}"
 
 
-def _of_decode(endpoint: DecodeEndpoint) -> Iterator[str]:
+def _of_decode(endpoint: DecodeEndpoint, kept: Collection[int]) -> Iterator[str]:
     driver, rooms = endpoint._driver, endpoint._driver.rooms
-    if rooms.open or rooms.links.rooms_of:
+    used = [link for link, through in rooms.links.rooms_of.items() if any(room.room not in kept for room in through)]
+    if rooms.open.keys() - set(kept) or used:
         yield f"{endpoint.open_rooms} rooms, through {len(rooms.links.rooms_of)} links"
     if rooms.links.are_awaited:
         yield "a caller that waits for a link"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.decode.links import Caller
 from kvferry.endpoint.runtime.platform import Closing
+from kvferry.protocol.links.link import LinkKey
 from kvferry.testing.simulation.machines import SimulatedPlatform
 from kvferry.testing.simulation.memory import Pool
 from kvferry.transport.simulated import SimulatedTransport
@@ -26,6 +28,7 @@ class Process:
         died_at: when it was killed; None if it was not.
         is_closed_in_order: whether it was closed in order.
         has_acted: whether anything of it ran since its callers last looked.
+        waiting: callers who wait until an engine is connected.
         changes: grows whenever anything of it ran or its time went on: only then its loops find other work.
     """
 
@@ -46,6 +49,7 @@ class Process:
     changes: int = 0
     closing: Closing | None = None
     closing_waits_for: tuple[Callable[[], bool], float] | None = None
+    waiting: list[Caller] = field(default_factory=list)
 
     @property
     def is_prefill(self) -> bool:
@@ -76,6 +80,12 @@ class Process:
         """Anything of it runs: a turn of a thread, or a call of its owner or its callers."""
         self.has_acted = True
         self.changes += 1
+
+    def awaits_link_to(self, engine: str) -> None:
+        """Has a caller wait, on a thread of their own, until an engine is connected (`DecodeEndpoint.connect`)."""
+        assert isinstance(self.endpoint, DecodeEndpoint)
+        self.waiting.append(Caller())
+        self.endpoint._driver.rooms.links.begin_waiting(self.waiting[-1], LinkKey(engine, 0))
 
     def begin_closing(self) -> None:
         """Its owner closes the endpoint."""

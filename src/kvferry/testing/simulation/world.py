@@ -14,14 +14,15 @@ from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers, Computing
-from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart
+from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart, for_healing
 from kvferry.testing.simulation.control_network import ControlNetwork
 from kvferry.testing.simulation.inspector import Inspector, Raised, listening
-from kvferry.testing.simulation.laws import Law, ViolationError
+from kvferry.testing.simulation.laws import Law, ViolationError, demand
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform, Thread
 from kvferry.testing.simulation.memory import FRESH, Arena
 from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.testing.simulation.processes import Process
+from kvferry.testing.simulation.rare_troubles import RareTroubles
 from kvferry.testing.simulation.requests import RankSide, Request
 from kvferry.transport.simulated import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
 
@@ -59,6 +60,7 @@ class World:
         raised: what endpoints logged of errors that they did not expect.
         hands_layers_in: whether callers hand chunks in by ranges of layers, some of them before they are computed.
         computing: what models are computing.
+        proves_no_end: whether every process is in a namespace of its own, and nobody ever proves that one has ended.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class World:
         self._lot = self.order.random
         self.circumstances = drawn(self._draw, self.limits)
         self.circumstances.odds.update(drawn_apart(seed, self.limits))
+        self.circumstances = for_healing(self.circumstances)
         self.adversary = Adversary(self)
+        self._rare = RareTroubles(self, self.adversary)
         self._callers = Callers(self)
         self._inspector = Inspector(self)
         self.processes: list[Process] = []
@@ -96,8 +100,8 @@ class World:
             on_post=self._inspector.check_post,
             on_piece=self._inspector.check_piece,
             fails_to=self.adversary.transport_fails,
-            breaks_off=self.adversary.post_raises,
-            on_forgotten=self.adversary.is_cut,
+            breaks_off=self._rare.post_raises,
+            on_forgotten=self._rare.is_cut,
         )
         self.network = ControlNetwork(self.adversary.sending_fails)
         self.registry = RegistryProcess(LEASE_S)
@@ -114,6 +118,10 @@ class World:
         self.computing: list[Computing] = []
         self._mixes_releases = random.Random(f"{seed} mixes releases").random() < 0.25
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
+        self.proves_no_end = "ends unproved" in self.circumstances.odds
+        if self.proves_no_end and random.Random(f"{seed} does without proofs").random() < 0.5:
+            for engine in self.circumstances.engines.values():
+                engine.settings = engine.settings.model_copy(update={"unproven_path": "auto"})
 
     @property
     def troubles(self) -> frozenset[str]:
@@ -124,7 +132,7 @@ class World:
         """A process began, froze, thawed or ended, or one of its threads did."""
         self._known_threads = None
 
-    def _start(self, engine: Engine, rank: int) -> None:
+    def start(self, engine: Engine, rank: int) -> None:
         """Begins a life of a rank."""
         life = sum(process.engine == engine.name and process.rank == rank for process in self.processes)
         self._pids += 1
@@ -137,6 +145,8 @@ class World:
         name = f"{engine.name}.{rank}" + (f"#{life}" if life else "")
         lives: list[Process] = []  # this one, once it is made
         pod = self.pods.start(name, lambda: lives[0].is_alive, lambda: self._answers(lives[0]))
+        if self.proves_no_end:
+            machine, pod = f"the namespace of {name}", None
         platform = SimulatedPlatform(
             machine,
             lambda: self.now,
@@ -207,7 +217,7 @@ class World:
             try:
                 for engine in self.circumstances.engines.values():
                     for rank in range(len(engine.shapes)):
-                        self._start(engine, rank)
+                        self.start(engine, rank)
                 for count in range(self.limits.steps):
                     self.step()
                     if count % _STEPS_A_LOOK == 0 and self._is_idle():
@@ -247,6 +257,7 @@ class World:
             self._pass_time(is_idle=not happened)
         if self.circumstances.odds and not self.is_ending:
             self.adversary.go_wrong()
+            self._rare.go_wrong()
 
     def _anything(self) -> bool:
         """Whatever there is to do, in an order of chance."""
@@ -274,13 +285,13 @@ class World:
             if process.runs and process.closing is not None:
                 self._go_on_closing(process)
         if "leave" in self.circumstances.odds:
-            self.adversary.leave_if_drained()
+            self._rare.leave_if_drained()
         for computing in [each for each in self.computing if self.now >= each.until]:
             self.computing.remove(computing)
             computing.end()
         for restart in [restart for restart in self.restarts if self.now >= restart.at]:
             self.restarts.remove(restart)
-            self._start(restart.engine, restart.rank)
+            self.start(restart.engine, restart.rank)
         for line in self.network.lines:
             if line.is_cut and self.now >= self.adversary.lines_heal.get(line, 0.0):
                 line.is_cut = False
@@ -292,6 +303,8 @@ class World:
 
     def _go_on_closing(self, process: Process) -> None:
         if process.go_on_closing(process.platform.now()):
+            for caller in process.waiting:
+                demand(caller.ready.done(), Law.ENDS, f"{process.name} has left, and somebody waits for a link of its")
             self.note("%s has left", process.name)
             self.adversary.left(process)
 

@@ -1,0 +1,167 @@
+"""What goes wrong in few worlds: each kind has chances of its own, so that other worlds are as they were without it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary
+from kvferry.testing.simulation.circumstances import LEASE_S, WAITS, Engine
+from kvferry.testing.simulation.laws import Law, demand
+from kvferry.transport.simulated import SimulatedHandle
+
+if TYPE_CHECKING:
+    from kvferry.testing.simulation.world import World
+
+_MOST = {"ends unproved": 2, "silence": 2, "second start": 1}
+"""How often each strikes a world: what comes after is to find that all is well again."""
+_HEALS_S = 2 * WAITS.peer_s + RECOVERY_S  # a line that was silent
+
+
+class RareTroubles:
+    """Those of one world."""
+
+    def __init__(self, world: World, adversary: Adversary) -> None:
+        self._world = world
+        self._adversary = adversary
+        self._of_posts = random.Random(f"{world.seed} which posts raise")
+        self._struck: Counter[str] = Counter()
+        known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
+            "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
+            "leave": (random.Random(f"{world.seed} who leaves"), self._leave),
+            "ends unproved": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
+            "silence": (random.Random(f"{world.seed} which lines are silent"), self._silence),
+            "second start": (random.Random(f"{world.seed} which engines start twice"), self._start_twice),
+            "close waits": (random.Random(f"{world.seed} which closes wait"), self._close_while_frozen),
+        }
+        odds = world.circumstances.odds
+        self._strikes = [(odds[kind], *known[kind]) for kind in known if kind in odds]
+
+    def go_wrong(self) -> None:
+        """Whatever befalls this step."""
+        for odds, draw, happens in self._strikes:
+            if draw.random() < odds:
+                happens(draw)
+
+    def _counts(self, kind: str) -> bool:
+        if self._struck[kind] == _MOST[kind] or not self._adversary.counts(kind):
+            return False
+        self._struck[kind] += 1
+        return True
+
+    @property
+    def _whole_engines(self) -> list[Engine]:
+        """Engines of which every rank runs, and none leaves."""
+        engines = self._world.circumstances.engines.values()
+        whole = [each for each in engines if len(each.ranks) == len(each.shapes)]
+        return [each for each in whole if all(rank.takes_work and not rank.endpoint.is_draining for rank in each.ranks)]
+
+    def _leave(self, draw: random.Random) -> None:
+        """An engine drains, to leave once nothing is open there. What it has, or was asked for, does not suffer."""
+        staying = self._whole_engines
+        if not staying or not self._adversary.counts("leave"):
+            return
+        engine = draw.choice(staying)
+        self._world.note("%s drains", engine.name)
+        for process in engine.ranks:
+            for side in self._world.sides_of(process):
+                if not side.request.is_over and not side.is_taken:
+                    side.request.excused(f"{process.name} drains, and has not heard of it")
+            process.acts()
+            process.endpoint.drain()
+
+    def leave_if_drained(self) -> None:
+        """Engines that drain close once all of their ranks have."""
+        for engine in self._world.circumstances.engines.values():
+            if engine.ranks and all(rank.takes_work and rank.endpoint.is_drained for rank in engine.ranks):
+                self._world.note("%s has drained", engine.name)
+                for process in engine.ranks:
+                    for side in self._world.sides_of(process):
+                        is_open = side.transfer is not None and not side.transfer.state.is_final
+                        demand(not is_open, Law.ENDS, f"{process.name} has drained, and {side.request} is open there")
+                    process.begin_closing()
+                    self._adversary.restart_later(process)
+                self._adversary.upset_until(self._world.now + RECOVERY_S)
+
+    def _break_off_while_frozen(self, draw: random.Random) -> None:
+        """A decode rank freezes for long; a write to it has been sent, in part, and fails."""
+        writes = [each for each in self._adversary.of_the_living() if self._world.process_of(each.target).takes_work]
+        if writes and self._adversary.counts("frozen receiver"):
+            transfer = draw.choice(writes)
+            process = self._world.process_of(transfer.target)
+            self._adversary.freeze_until(process, self._world.now + draw.choice([2.0, 4.0, 6.0]))
+            self._adversary.break_off(transfer, draw)
+
+    # ---- posts that raise ---------------------------------------------------------------------------------------
+
+    def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
+        """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
+        odds = self._world.circumstances.odds.get("post raises")
+        if odds is None or self._world.is_ending or self._of_posts.random() >= odds:
+            return None
+        if not self._adversary.counts("post raises"):
+            return None
+        self._of_posts.shuffle(transfer.left)
+        del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
+        problem = self._adversary.excused_break(transfer, self._of_posts)
+        self._adversary.ends_soon(transfer, self._of_posts)
+        return problem
+
+    def is_cut(self, transfer: SimulatedHandle) -> None:
+        """Its writer forgets the peer: of what it has posted in vain, only what was sent lands."""
+        self._world.wire.fail(transfer, None, sent=self._of_posts.randint(0, len(transfer.left)))
+
+    # ---- ends, silence, starts, closes ----------------------------------------------------------------------------
+
+    def _end_unproved(self, draw: random.Random) -> None:
+        """A prefill rank ends, and another one takes its place. Nobody ever says that the first has ended."""
+        engines = [each for each in self._whole_engines if each.is_prefill]
+        if not engines or not self._counts("ends unproved"):
+            return
+        process = draw.choice(draw.choice(engines).ranks)
+        self._adversary.kill(process)
+        self._adversary.restart_later(process)
+
+    def _silence(self, draw: random.Random) -> None:
+        """A connection carries nothing more, one way or both, until it is made anew. Nobody is told."""
+        lines = [each for each in self._world.network.lines if not each.is_closed and not each.is_silent]
+        if not lines or not self._counts("silence"):
+            return
+        line = draw.choice(lines)
+        line.loses_up, line.loses_down = draw.choice([(True, False), (False, True), (True, True)])
+        line.drop_lost()
+        ways = {(True, False): "up", (False, True): "down", (True, True): "both ways"}
+        self._world.note(
+            "the connection of %s to %s is silent from now on, %s",
+            line.identity, line.address, ways[line.loses_up, line.loses_down],
+        )  # fmt: skip
+        self._adversary.excuse_all("a connection was silent")
+        self._adversary.upset_until(self._world.now + _HEALS_S)
+
+    def _start_twice(self, draw: random.Random) -> None:
+        """Somebody starts a prefill engine a second time, under its name, and the first goes on."""
+        engines = [each for each in self._whole_engines if each.is_prefill]
+        if not engines or not self._counts("second start"):
+            return
+        engine = draw.choice(engines)
+        for process in list(engine.ranks):
+            self._adversary.excuse_those_with(process, f"{process.name} was replaced while it ran")
+            self._world.start(engine, process.rank)
+        self._adversary.upset_until(self._world.now + LEASE_S + RECOVERY_S)
+
+    def _close_while_frozen(self, draw: random.Random) -> None:
+        """A decode rank is closed while a prefill rank that writes to it is frozen, and somebody waits for a link."""
+        writes = [
+            each
+            for each in self._adversary.of_the_living()
+            if self._world.process_of(each.target).takes_work and self._world.process_of(each.source).takes_work
+        ]
+        if not writes or not self._adversary.counts("close waits"):
+            return
+        transfer = draw.choice(writes)
+        source, target = (self._world.process_of(each) for each in (transfer.source, transfer.target))
+        self._adversary.freeze_until(source, self._world.now + draw.choice([0.5, 2.0, 4.0]))
+        target.awaits_link_to(draw.choice([source.engine, "nobody"]))
+        self._adversary.close(target)
