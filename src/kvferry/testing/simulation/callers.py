@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
-_WRONGED_BY = frozenset({"crash", "close", "freeze", "cut", "leave", "ends unproved", "close waits"})
+_WRONGED_BY = frozenset({"crash", "close", "freeze", "cut", "leave", "unproved end", "close waits"})
 """Troubles after which a rank that was started again may not have been found yet."""
 
 _LONGEST_STEP_S = 0.2  # of a model, in which it computes layers

@@ -39,15 +39,15 @@ _DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "anot
 _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "frozen receiver": (1 / 8, 0.1),
     "leave": (1 / 16, 0.02),
-    "post raises": (1 / 8, 0.1),
-    "ends unproved": (1 / 16, 0.02),
-    "silence": (1 / 16, 0.02),
+    "raising post": (1 / 8, 0.1),
+    "unproved end": (1 / 16, 0.02),
+    "silent line": (1 / 16, 0.02),
     "second start": (1 / 16, 0.01),
     "close waits": (1 / 16, 0.05),
 }
 """By kind, the share of worlds that have it, and how often it befalls a step, or a call, of theirs."""
 
-_HEALED = frozenset({"ends unproved", "silence", "second start"})
+_HEALED = frozenset({"unproved end", "silent line", "second start"})
 """What must be over after a while: in worlds with these more requests come, and later."""
 
 TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)

@@ -66,8 +66,8 @@ _TELLS_UNLESS = frozenset(
         "reorder",
         "frozen receiver",
         "leave",
-        "ends unproved",
-        "silence",
+        "unproved end",
+        "silent line",
         "close waits",
     }
 )  # then who is to be told may be out of reach, or take its peer for lost

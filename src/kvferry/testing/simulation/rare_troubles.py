@@ -15,7 +15,7 @@ from kvferry.transport.simulated import SimulatedHandle
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
-_MOST = {"ends unproved": 2, "silence": 2, "second start": 1}
+_MOST = {"unproved end": 2, "silent line": 2, "second start": 1}
 """How often each strikes a world: what comes after is to find that all is well again."""
 _HEALS_S = 2 * WAITS.peer_s + RECOVERY_S  # a line that was silent
 
@@ -31,8 +31,8 @@ class RareTroubles:
         known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
             "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
             "leave": (random.Random(f"{world.seed} who leaves"), self._leave),
-            "ends unproved": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
-            "silence": (random.Random(f"{world.seed} which lines are silent"), self._silence),
+            "unproved end": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
+            "silent line": (random.Random(f"{world.seed} which lines are silent"), self._silence),
             "second start": (random.Random(f"{world.seed} which engines start twice"), self._start_twice),
             "close waits": (random.Random(f"{world.seed} which closes wait"), self._close_while_frozen),
         }
@@ -98,10 +98,10 @@ class RareTroubles:
 
     def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
         """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
-        odds = self._world.circumstances.odds.get("post raises")
+        odds = self._world.circumstances.odds.get("raising post")
         if odds is None or self._world.is_ending or self._of_posts.random() >= odds:
             return None
-        if not self._adversary.counts("post raises"):
+        if not self._adversary.counts("raising post"):
             return None
         self._of_posts.shuffle(transfer.left)
         del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
@@ -118,7 +118,7 @@ class RareTroubles:
     def _end_unproved(self, draw: random.Random) -> None:
         """A prefill rank ends, and another one takes its place. Nobody ever says that the first has ended."""
         engines = [each for each in self._whole_engines if each.is_prefill]
-        if not engines or not self._counts("ends unproved"):
+        if not engines or not self._counts("unproved end"):
             return
         process = draw.choice(draw.choice(engines).ranks)
         self._adversary.kill(process)
@@ -127,7 +127,7 @@ class RareTroubles:
     def _silence(self, draw: random.Random) -> None:
         """A connection carries nothing more, one way or both, until it is made anew. Nobody is told."""
         lines = [each for each in self._world.network.lines if not each.is_closed and not each.is_silent]
-        if not lines or not self._counts("silence"):
+        if not lines or not self._counts("silent line"):
             return
         line = draw.choice(lines)
         line.loses_up, line.loses_down = draw.choice([(True, False), (False, True), (True, True)])

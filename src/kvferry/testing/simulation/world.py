@@ -118,7 +118,7 @@ class World:
         self.computing: list[Computing] = []
         self._mixes_releases = random.Random(f"{seed} mixes releases").random() < 0.25
         self._hides_processes = random.Random(f"{seed} hides processes").random() < 0.25
-        self.proves_no_end = "ends unproved" in self.circumstances.odds
+        self.proves_no_end = "unproved end" in self.circumstances.odds
         if self.proves_no_end and random.Random(f"{seed} does without proofs").random() < 0.5:
             for engine in self.circumstances.engines.values():
                 engine.settings = engine.settings.model_copy(update={"unproven_path": "auto"})
