@@ -16,6 +16,7 @@ from kvferry.testing.simulation.laws import Law, demand
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.requests import RankSide, ReceiveSide, SendSide, new_request
+from kvferry.testing.simulation.users_code import UsersCode
 
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
@@ -69,6 +70,7 @@ class Callers:
     def __init__(self, world: World) -> None:
         self._world = world
         self.coming = world.circumstances.requests
+        self._code = UsersCode(world)
         self._next_comes_at = 0.0
         self._unfinished: list[RankSide] = []  # those that are to be opened, or to be fed
         # Chances of their own, so that other requests are as they were without them.
@@ -188,6 +190,7 @@ class Callers:
         side.pages = pages
         side.opened_at = self._world.now
         side.process.pool.fill(pages, side.request.computed, 0)
+        self._code.add_callback(side)
         self._world.note("%s: %s opens, pages %s", side.process.name, side.request, pages)
 
     def _waits_for_pages(self, side: SendSide) -> None:
@@ -224,6 +227,7 @@ class Callers:
         side.pages = pages
         side.opened_at = self._world.now
         side.generation = side.process.platform.last_bits
+        self._code.add_callback(side)
         if {"abort", "reorder"} & self._world.troubles and self._world.order.random() < _HASTY_ODDS:
             side.request.excused("it was aborted as soon as it was opened")
             side.receiver.abort("the simulation says so, at once")
@@ -241,6 +245,7 @@ class Callers:
         is_last = len(side.chunks) == 1 and not side.ranges
         pages = side.pages[side.position : side.position + count]
         is_ready = self._computed_later(side, pages, layers) if layers is not None else None
+        is_ready = self._code.signal(side, is_ready)
         side.sender.submit(
             pages,
             start=None,

@@ -33,7 +33,12 @@ _DRAWN = (
     "miscount",
 )
 
-_DRAWN_APART: Mapping[str, tuple[float, float]] = {"refuse": (0.125, 0.4), "another prompt": (1.0, 1 / 64)}
+_DRAWN_APART: Mapping[str, tuple[float, float]] = {
+    "refuse": (0.125, 0.4),
+    "another prompt": (1.0, 1 / 64),
+    "change callback": (1 / 16, 0.5),
+    "ready": (1 / 16, 0.3),
+}
 """By kind, the share of worlds that have it, and the share of their requests that meet it."""
 
 _STRUCK_APART: Mapping[str, tuple[float, float]] = {

@@ -44,6 +44,7 @@ class Thread(RunningLoop):
         has_work: what the loop says of itself, as of `asked_at`.
         polls_only: whether it has no work but polls writes, as of then.
         asked_at: how many `changes` its process had seen then.
+        blocked_until: until when it is in code of a caller's that does not return.
     """
 
     def __init__(self, name: str, loop: Loop) -> None:
@@ -53,6 +54,7 @@ class Thread(RunningLoop):
         self.has_work = False
         self.polls_only = False
         self.asked_at = -1
+        self.blocked_until = 0.0
 
     def ask(self, changes: int) -> None:
         """Asks the loop what a turn would find."""

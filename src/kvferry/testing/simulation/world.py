@@ -24,6 +24,7 @@ from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.testing.simulation.processes import Process
 from kvferry.testing.simulation.rare_troubles import RareTroubles
 from kvferry.testing.simulation.requests import RankSide, Request
+from kvferry.testing.simulation.users_code import is_of_a_caller
 from kvferry.transport.simulated import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
 
 _BURST = 6
@@ -111,6 +112,8 @@ class World:
         self._traces = traces
         self._pids = 0
         self._wire_is_busy_until = 0.0
+        self._running: Thread | None = None
+        self._blocked: list[Thread] = []
         self._known_threads: list[tuple[Process, Thread, bool]] | None = None
         self._kinds = (self._turn, self._bytes, self._notification, self._callers.act)
         # Chances of their own, so that other worlds are as they were without them.
@@ -131,6 +134,15 @@ class World:
     def threads_changed(self) -> None:
         """A process began, froze, thawed or ended, or one of its threads did."""
         self._known_threads = None
+
+    def block(self, seconds: float, why: str) -> None:
+        """Code of a caller's does not return for so long: the thread that runs it has no turn till then."""
+        if self._running is None:
+            return
+        self._running.blocked_until = self.now + seconds
+        self._blocked.append(self._running)
+        self.threads_changed()
+        self.note("%s keeps %s until %.3f", why, self._running.name, self._running.blocked_until)
 
     def start(self, engine: Engine, rank: int) -> None:
         """Begins a life of a rank."""
@@ -284,6 +296,9 @@ class World:
                 keeper.due_at = process.platform.now() + keeper.renew()
             if process.runs and process.closing is not None:
                 self._go_on_closing(process)
+        if self._blocked and any(each.blocked_until <= self.now for each in self._blocked):
+            self._blocked = [each for each in self._blocked if each.blocked_until > self.now]
+            self.threads_changed()
         if "leave" in self.circumstances.odds:
             self._rare.leave_if_drained()
         for computing in [each for each in self.computing if self.now >= each.until]:
@@ -324,9 +339,18 @@ class World:
             left = 1 + int(self._lot() * _BURST)
             while left and (has_work or process.transport.unreported):  # else polling would find nothing new
                 process.acts()
-                thread.turn()
+                self._running = thread
+                try:
+                    thread.turn()
+                except BaseException as error:
+                    if is_of_a_caller(error):
+                        raise ViolationError(Law.NEVER_RAISES, f"{thread.name}: {type(error).__name__}") from error
+                    raise
+                self._running = None
                 if thread.has_ended:
                     self.threads_changed()
+                    break
+                if thread.blocked_until > self.now:
                     break
                 has_work = thread.loop.has_work() or (reads_input and process.has_input)
                 left -= 1
@@ -352,7 +376,7 @@ class World:
                 for process in self.processes
                 if process.runs
                 for thread in process.platform.threads
-                if not thread.has_ended
+                if not thread.has_ended and thread.blocked_until <= self.now
             ]
         return self._known_threads
 
