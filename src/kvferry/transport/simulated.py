@@ -47,6 +47,7 @@ class SimulatedHandle(TransferHandle):
         notification: what the target gets at the end.
         problem: why it failed, once it has.
         has_ended: whether nothing of it is read or sent any more; what was sent before an error may be left.
+        number: of all posts of the wire.
         is_orphan: whether its post has raised, so that its writer has no handle of it.
     """
 
@@ -58,16 +59,23 @@ class SimulatedHandle(TransferHandle):
         "is_orphan",
         "left",
         "notification",
+        "number",
         "problem",
         "source",
         "target",
     )
 
     def __init__(
-        self, source: SimulatedTransport, target: SimulatedTransport, pieces: list[Piece], notification: bytes
+        self,
+        number: int,
+        source: SimulatedTransport,
+        target: SimulatedTransport,
+        pieces: list[Piece],
+        notification: bytes,
     ) -> None:
         self.source = source
         self.target = target
+        self.number = number
         self.left = pieces
         self.notification = notification
         self.problem: Exception | None = None
@@ -112,6 +120,7 @@ class SimulatedWire:
             raises the exception that it returns, if any, and what it has left of the write goes on.
         on_forgotten: called with each write of an earlier post that raised, once its writer has forgotten the peer.
         breaches: what a transport's user did that the contract forbids, in words.
+        posts: how many there were.
     """
 
     on_post: Callable[[SimulatedHandle], None]
@@ -123,6 +132,7 @@ class SimulatedWire:
     transfers: list[SimulatedHandle] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
+    posts: int = 0
 
     def reaches(self, transport: SimulatedTransport) -> bool:
         """Returns whether a transport can be reached: no other one has taken its name."""
@@ -241,7 +251,8 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
             raise problem
         if not target.is_mapped or not self._wire.reaches(target):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
-        transfer = SimulatedHandle(self, target, pieces, notification)
+        self._wire.posts += 1
+        transfer = SimulatedHandle(self._wire.posts, self, target, pieces, notification)
         problem = self._wire.breaks_off(transfer)
         if problem is not None:
             transfer.is_orphan = True

@@ -215,7 +215,7 @@ class Adversary:
             if self._world.fate.random() < 0.3:  # perhaps it is closed since its writes hang
                 for transfer in self._world.wire.moving:
                     if transfer.source is process.transport:
-                        self._hold_up(transfer)
+                        self.hold_up(transfer)
 
     def close(self, process: Process) -> None:
         """A process's owner closes its endpoint, and starts another one later."""
@@ -294,7 +294,7 @@ class Adversary:
         if kind is PeerDisconnectedError:
             self.upset_until(self._world.now + RECOVERY_S)
             self.kept_until[both] = settled_at + RECOVERY_S
-        elif isinstance(decode_notification(transfer.notification), StagedArrived):
+        elif not transfer.notification or isinstance(decode_notification(transfer.notification), StagedArrived):
             self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
         return kind("the simulation lets it fail")
 
@@ -319,9 +319,9 @@ class Adversary:
 
     def _delay_write(self) -> None:
         if self._world.wire.moving:
-            self._hold_up(self._world.fate.choice(self._world.wire.moving))
+            self.hold_up(self._world.fate.choice(self._world.wire.moving))
 
-    def _hold_up(self, transfer: SimulatedHandle) -> None:
+    def hold_up(self, transfer: SimulatedHandle) -> None:
         self.held[transfer] = self._world.now + self._world.fate.choice([0.5, 3.0, 8.0])
         self.upset_until(self.held[transfer] + RECOVERY_S)  # others wait behind it
         self.excuse_all("a write came late")

@@ -44,7 +44,8 @@ _DRAWN_APART: Mapping[str, tuple[float, float]] = {
 _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "frozen receiver": (1 / 8, 0.1),
     "leave": (1 / 16, 0.02),
-    "raising post": (1 / 8, 0.1),
+    "raising post": (1 / 8, 0.3),
+    "measuring write": (1 / 16, 0.4),
     "unproved end": (1 / 16, 0.02),
     "silent line": (1 / 16, 0.02),
     "second start": (1 / 16, 0.01),

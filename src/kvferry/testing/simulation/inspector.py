@@ -122,6 +122,8 @@ class Inspector:
         self._all_in_reach_since = 0.0
         self._is_told_soon = not _TELLS_UNLESS & world.troubles
         self._exceeded: list[str] = []
+        # Where staged writes go, by the number of their post.
+        self._staged: list[tuple[int, SimulatedTransport, int, int]] = []
         self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
 
@@ -203,12 +205,17 @@ class Inspector:
         source = self._world.process_of(transfer.source)
         now = source.platform.now()
         self._posted_at[transfer] = now
+        if not transfer.notification:
+            return  # it measures
         if not isinstance(self._what(transfer), ChunkArrived):
+            if "measuring write" in self._world.circumstances.odds:
+                addresses = [piece.destination for piece in transfer.left]
+                self._staged.append((transfer.number, transfer.target, min(addresses), max(addresses)))
             return
         by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
         for each in self._world.wire.moving:
-            if each.is_orphan:
-                continue  # it has failed, for all that its writer knows
+            if each.is_orphan or not each.notification:
+                continue  # it has failed, for all that its writer knows, or measures
             if each.source is transfer.source and isinstance(self._what(each), ChunkArrived):
                 by_target.setdefault(each.target, []).append(each)
         settings = source.endpoint.settings
@@ -238,6 +245,9 @@ class Inspector:
 
     def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
         """A piece is about to land: whose is what it reads and what it overwrites?"""
+        if not transfer.notification:
+            self._check_measuring(transfer, piece)
+            return
         about = self._what(transfer)
         source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         if piece.sent is None and source.died_at is None and source.pool.holds(piece.source):
@@ -266,6 +276,15 @@ class Inspector:
                 ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
                 Law.NO_WRITE_AFTER_RELEASE,
                 f"{target.name}: {source.name} writes for room {about.room} to a span of the ring that was given back",
+            )
+
+    def _check_measuring(self, transfer: SimulatedHandle, piece: Piece) -> None:
+        """A piece of a write that measures is about to land: nobody may use its ring yet."""
+        for number, target, first, last in self._staged:
+            demand(
+                not (number > transfer.number and target is transfer.target and first <= piece.destination <= last),
+                Law.OWN_PAGES_ONLY,
+                f"{transfer.source.endpoint_name} measures the wire to a ring of {target.endpoint_name} that is in use",
             )
 
     def check_holdings(self) -> None:

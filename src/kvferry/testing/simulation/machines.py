@@ -14,7 +14,7 @@ from kvferry.control.process_identity import Sight
 from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.endpoint.runtime.calibration import Calibration
+from kvferry.endpoint.runtime.calibration import Calibration, WireKey
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
 from kvferry.errors import RegistryUnreachableError, TransportUnavailableError
@@ -34,7 +34,7 @@ from kvferry.staging.sharing import MappedCopies
 from kvferry.testing.made_up_resources import MadeUpResources
 from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
 from kvferry.testing.simulation.pods import SimulatedPods
-from kvferry.transport import Transport
+from kvferry.transport import TransferHandle, Transport
 
 
 class Thread(RunningLoop):
@@ -125,10 +125,21 @@ class SimulatedResources(MadeUpResources):
 class SimulatedCalibration(Calibration):
     """Both ways are as fast as the seed says, so that either may be chosen."""
 
-    def __init__(self, chance: random.Random) -> None:
+    def __init__(
+        self,
+        chance: random.Random,
+        transport: Transport,
+        memory: StagingMemory,
+        measuring: Callable[[Callable[[], TransferHandle]], None],
+    ) -> None:
         self._descriptor_s = chance.choice([1e-9, 1e-5, 1e-4, 1e-2])
+        self._wire = transport
+        self._source = memory
+        self._measuring = measuring
 
-    def costs(self, *arguments: Any, **named: Any) -> PathCosts:
+    def costs(self, key: WireKey, peer: str, ring: Region, *arguments: Any, **named: Any) -> PathCosts:
+        source = Region(self._source.address, min(self._source.num_bytes, ring.length))
+        self._measuring(lambda: self._wire.write(source, peer, ring.address, b""))
         return PathCosts(seconds_per_descriptor=self._descriptor_s)
 
 
@@ -281,6 +292,7 @@ class SimulatedPlatform(Platform):
         pods: SimulatedPods,
         pod: PodIdentity | None,
         copying_fails: Callable[[], Exception | None],
+        measuring: Callable[[Callable[[], TransferHandle]], None] = lambda _: None,
         versions: Versions = SPOKEN,
     ) -> None:
         """Makes the process, on a machine of the world.
@@ -295,8 +307,11 @@ class SimulatedPlatform(Platform):
             pods: what the orchestrator knows.
             pod: the one that the process runs in, if it does.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
+            measuring: called where the wire to a peer is measured, with what posts a write into its ring; may raise
+                what measuring may.
             versions: which versions of the protocol it speaks.
         """
+        self._measuring = measuring
         self.name = machine
         self.versions = versions
         self.process = ProcessIdentity(machine=machine, pid=pid, started=pid, pod=pod)
@@ -395,4 +410,4 @@ class SimulatedPlatform(Platform):
     def calibration(
         self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory
     ) -> Calibration:
-        return SimulatedCalibration(self._chance)
+        return SimulatedCalibration(self._chance, transport, memory, self._measuring)

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary
 from kvferry.testing.simulation.circumstances import LEASE_S, WAITS, Engine
 from kvferry.testing.simulation.laws import Law, demand
+from kvferry.transport import TransferHandle
 from kvferry.transport.simulated import SimulatedHandle
 
 if TYPE_CHECKING:
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
 _MOST = {"unproved end": 2, "silent line": 2, "second start": 1}
 """How often each strikes a world: what comes after is to find that all is well again."""
+_HANGING_FAILS = 0.02  # of a write that measures and hangs, in a step
 _HEALS_S = 2 * WAITS.peer_s + RECOVERY_S  # a line that was silent
 
 
@@ -27,6 +30,9 @@ class RareTroubles:
         self._world = world
         self._adversary = adversary
         self._of_posts = random.Random(f"{world.seed} which posts raise")
+        self._of_measuring = random.Random(f"{world.seed} which measurements fail")
+        self._raises_next = False
+        self._hanging: list[SimulatedHandle] = []  # writes that measure
         self._struck: Counter[str] = Counter()
         known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
             "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
@@ -44,6 +50,10 @@ class RareTroubles:
         for odds, draw, happens in self._strikes:
             if draw.random() < odds:
                 happens(draw)
+        if self._hanging and self._of_measuring.random() < _HANGING_FAILS:
+            transfer = self._hanging.pop()
+            if not transfer.has_ended and self._adversary.counts("measuring write"):
+                self._adversary.break_off(transfer, self._of_measuring)
 
     def _counts(self, kind: str) -> bool:
         if self._struck[kind] == _MOST[kind] or not self._adversary.counts(kind):
@@ -99,9 +109,8 @@ class RareTroubles:
     def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
         """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
         odds = self._world.circumstances.odds.get("raising post")
-        if odds is None or self._world.is_ending or self._of_posts.random() >= odds:
-            return None
-        if not self._adversary.counts("raising post"):
+        strikes = odds is not None and not self._world.is_ending and self._of_posts.random() < odds
+        if not self._raises_next and not (strikes and self._adversary.counts("raising post")):
             return None
         self._of_posts.shuffle(transfer.left)
         del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
@@ -112,6 +121,34 @@ class RareTroubles:
     def is_cut(self, transfer: SimulatedHandle) -> None:
         """Its writer forgets the peer: of what it has posted in vain, only what was sent lands."""
         self._world.wire.fail(transfer, None, sent=self._of_posts.randint(0, len(transfer.left)))
+
+    # ---- writes that measure ----------------------------------------------------------------------------------------
+
+    def measure(self, post: Callable[[], TransferHandle]) -> None:
+        """Lets a write that measures a wire fail, hang, or raise when it is posted; lets it be where all is well.
+
+        Raises:
+            TransportError: if it fails.
+            WriteHangsError: if it hangs.
+        """
+        odds, draw = self._world.circumstances.odds.get("measuring write"), self._of_measuring
+        if odds is None or self._world.is_ending or draw.random() >= odds:
+            return
+        if not self._adversary.counts("measuring write"):
+            return
+        self._raises_next = draw.random() < 1 / 3
+        try:
+            transfer = post()
+        finally:
+            self._raises_next = False
+        assert isinstance(transfer, SimulatedHandle)
+        self._adversary.excused_break(transfer, draw)  # whether it hangs or fails, the two have to connect anew
+        if draw.random() < 0.5:
+            self._adversary.hold_up(transfer)
+            self._hanging.append(transfer)
+            raise WriteHangsError(transfer, 0.0)
+        self._adversary.break_off(transfer, draw)
+        transfer.source.poll(transfer)
 
     # ---- ends, silence, starts, closes ----------------------------------------------------------------------------
 

@@ -171,6 +171,7 @@ class World:
             pods=self.pods,
             pod=pod,
             copying_fails=self.adversary.copying_fails,
+            measuring=self._rare.measure,
             versions=self._spoken(f"{engine.name} {rank} {life}"),
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
