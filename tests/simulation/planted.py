@@ -26,7 +26,7 @@ from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.peers import DecodePeer
+from kvferry.endpoint.prefill.peers import DecodePeer, HangingWrite
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
@@ -516,6 +516,52 @@ def _dropped_writes_posted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DirectWrites, "drop", lambda writes: None)
 
 
+def _next_not_lined_up(patch: pytest.MonkeyPatch) -> None:
+    """Behind whoever was admitted nobody is next at that receiver, until a write to it ends."""
+    right = Admission._serve
+
+    def serve(admission: Admission) -> list[Any]:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Admission, "_line_up", lambda *arguments: None)
+            return right(admission)
+
+    patch.setattr(Admission, "_serve", serve)
+
+
+def _no_line_behind_who_withdraws(patch: pytest.MonkeyPatch) -> None:
+    """Whoever stands behind a room that gives up waits for ever."""
+    right = Admission.withdraw
+
+    def withdraw(admission: Admission, receiver: str, applicant: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Admission, "_line_up", lambda *arguments: None)
+            right(admission, receiver, applicant)
+
+    patch.setattr(Admission, "withdraw", withdraw)
+
+
+def _second_write_not_lined_up(patch: pytest.MonkeyPatch) -> None:
+    """Of a room whose writes wait, only the first stands in line."""
+
+    def post_admitted(writes: DirectWrites, admitted: Any, worker: Worker) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(DirectWrites, "_apply", lambda *arguments: None)
+            right(writes, admitted, worker)
+
+    right = DirectWrites.post_admitted
+    patch.setattr(DirectWrites, "post_admitted", post_admitted)
+
+
+def _failed_measurements_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Of a write that measures and fails nobody hears, though what it had sent may arrive in a ring."""
+    patch.setattr(DecodePeer, "broken_off", lambda peer: None)
+
+
+def _hanging_measurements_settled(patch: pytest.MonkeyPatch) -> None:
+    """The same of one that hangs before it fails."""
+    patch.setattr(HangingWrite, "failed", lambda write, error: None)
+
+
 # ---- what a sender writes --------------------------------------------------------------------------------------------
 
 
@@ -917,7 +963,12 @@ PLANTED: dict[str, Plant] = {
     "more admitted than may be on its way": _all_admitted,
     "admission kept after a failed write": _failed_writes_keep_their_leave,
     "nobody admitted who waits": _nobody_served,
+    "the next in line not lined up": _next_not_lined_up,
+    "nobody lined up behind who withdraws": _no_line_behind_who_withdraws,
+    "a room's next write not lined up": _second_write_not_lined_up,
     "deferred writes posted after the end": _dropped_writes_posted,
+    "failed measurements forgotten": _failed_measurements_forgotten,
+    "measurements that hang settled at once": _hanging_measurements_settled,
     "receivers that come late not told": _late_receivers_not_told,
     "another prompt's cache sent": _any_prompt_will_do,
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,

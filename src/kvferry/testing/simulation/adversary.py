@@ -275,13 +275,13 @@ class Adversary:
         if writes:
             self.break_off(self._world.fate.choice(writes), self._lingering)
 
-    def break_off(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+    def break_off(self, transfer: SimulatedHandle, draw: random.Random, *, within_s: float = LINGER_S / 2) -> None:
         """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
         problem = self.excused_break(transfer, draw)
         sent = draw.randint(0, len(transfer.left))
         draw.shuffle(transfer.left)
         self._world.wire.fail(transfer, problem, sent=sent)
-        self.ends_soon(transfer, draw)
+        self.ends_soon(transfer, draw, within_s=within_s)
 
     def excused_break(self, transfer: SimulatedHandle, draw: random.Random) -> Exception:
         """Excuses what suffers from a write's failure, and returns why it fails."""
@@ -298,11 +298,11 @@ class Adversary:
             self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
         return kind("the simulation lets it fail")
 
-    def ends_soon(self, transfer: SimulatedHandle, draw: random.Random) -> None:
+    def ends_soon(self, transfer: SimulatedHandle, draw: random.Random, *, within_s: float = LINGER_S / 2) -> None:
         """Lets what is left of a failed write land in a moment, or once its receiver thaws."""
         # Sooner than after a death: whoever waits for it may be frozen meanwhile, or its clock may jump.
-        self.held[transfer] = self._world.now + draw.random() * LINGER_S / 2
-        self.doomed[transfer] = self._world.now + LINGER_S / 2
+        self.held[transfer] = self._world.now + draw.random() * within_s
+        self.doomed[transfer] = self._world.now + within_s
         self.in_sockets.add(transfer)
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:

@@ -59,6 +59,8 @@ class Line(Connection):
             raise PeerDisconnectedError(f"cannot send to {self.address}: the connection was closed")
         if self.network.fails_to_send():
             raise PeerDisconnectedError(f"cannot send to {self.address}: its queue is full")
+        if self.network.on_sent is not None:
+            self.network.on_sent(self, message, True)
         if not self.loses_up:
             self.up.append(message)
 
@@ -101,6 +103,8 @@ class SimulatedListeningEnd(ListeningEnd):
         line = self.lines.get(identity)
         if line is None or line.is_closed:
             raise PeerDisconnectedError(f"no connection to {identity}")
+        if self._network.on_sent is not None:
+            self._network.on_sent(line, message, False)
         if not line.loses_down:
             line.down.append(message)
 
@@ -146,9 +150,11 @@ class ControlNetwork:
         fails_to_send: asked before a message is sent.
         lines: every connection that may still carry something.
         listening: who listens where.
+        on_sent: called with every message that is sent, the connection, and whether it goes to the prefill rank.
     """
 
     fails_to_send: Callable[[], bool]
+    on_sent: Callable[[Line, bytes, bool], None] | None = None
     lines: list[Line] = field(default_factory=list)
     listening: dict[str, SimulatedListeningEnd] = field(default_factory=dict)
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from kvferry.endpoint import DecodeEndpoint
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.plan import TransferPath
@@ -22,9 +22,11 @@ from kvferry.protocol.transfer.states import (
     SideState,
     TransferState,
 )
-from kvferry.protocol.wire.codec import decode_notification
+from kvferry.protocol.wire.codec import decode_notification, decode_to_decode, decode_to_prefill
+from kvferry.protocol.wire.messages import Numbered, Ping
 from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
 from kvferry.testing.simulation.circumstances import WAITS
+from kvferry.testing.simulation.control_network import Line
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
 from kvferry.testing.simulation.leftovers import leftovers
 from kvferry.testing.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
@@ -72,6 +74,26 @@ _TELLS_UNLESS = frozenset(
         "close waits",
     }
 )  # then who is to be told may be out of reach, or take its peer for lost
+
+
+LOSES_NOTHING = frozenset(
+    {
+        "abort",
+        "write fails",
+        "post fails",
+        "copy fails",
+        "late",
+        "absent",
+        "miscount",
+        "refuse",
+        "another prompt",
+        "change callback",
+        "ready",
+        "raising post",
+        "measuring write",
+    }
+)
+"""Troubles that lose no message."""
 
 
 def _longest_s(side: type[SideState], state: TransferState) -> float:
@@ -124,6 +146,8 @@ class Inspector:
         self._exceeded: list[str] = []
         # Where staged writes go, by the number of their post.
         self._staged: list[tuple[int, SimulatedTransport, int, int]] = []
+        self._sent: dict[tuple[Line, bool, int], int] = {}  # by line, way and epoch the last number
+        self._sent_again: list[str] = []
         self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
 
@@ -135,6 +159,10 @@ class Inspector:
             raise ViolationError(Law.CONTRACT, self._world.wire.breaches[0])
         if self._exceeded:  # not raised where it was seen: there it would be an error of the transport
             raise ViolationError(Law.BOUNDED, self._exceeded[0])
+        if self._sent_again:
+            raise ViolationError(Law.GOES_ON, self._sent_again[0])
+        if process.is_prefill:
+            self._check_admission(process)
         self._looks += 1
         if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
             process.pool.check_free(process.name)
@@ -199,6 +227,29 @@ class Inspector:
         demand(
             bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
         )
+
+    def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
+        """A message was sent, where none is lost: is it one that was sent before?"""
+        message = decode_to_prefill(data) if is_up else decode_to_decode(data)
+        if isinstance(message, Numbered):
+            sent = self._sent.get((line, is_up, message.epoch), 0)
+            if message.number <= sent:
+                self._sent_again.append(f"{line.identity} and {line.address}: message {message.number} is sent again")
+            self._sent[line, is_up, message.epoch] = message.number
+        elif isinstance(message, Ping) and message.resends:
+            self._sent_again.append(f"{line.identity} has {line.address} send again what it has not received")
+
+    def _check_admission(self, process: Process) -> None:
+        """Nobody waits to be admitted while there is room for who came before all others for whom it is not full."""
+        assert isinstance(process.endpoint, PrefillEndpoint)
+        admission = process.endpoint._driver.admission
+        first: tuple[int, int] | None = None
+        for lane in admission._lanes.values():
+            waits = lane.first()
+            if waits is not None and admission._fits_lane(lane, waits[2]) and (first is None or waits[1] < first[0]):
+                first = waits[1], waits[2]
+        if first is not None and admission._fits_all(first[1]):
+            raise ViolationError(Law.GOES_ON, f"{process.name}: {first[1]} bytes wait to be admitted, and need not")
 
     def check_post(self, transfer: SimulatedHandle) -> None:
         """A write was posted: is that more than may be on its way?"""

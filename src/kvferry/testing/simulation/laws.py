@@ -18,6 +18,7 @@ class Law(Enum):
     TELLS = "when one side of a transfer fails or refuses it, the other side ends soon"
     GIVES_BACK = "every page comes back once nothing can touch it"
     LEAVES_NOTHING = "once all is over nothing is left of it"
+    GOES_ON = "nothing waits for what is there, and nothing for a heartbeat where nothing was lost"
     ISOLATED = "what fails no part of a transfer fails it not"
     STATES = "a transfer's state changes only as the tables say"
     NEVER_RAISES = "no turn of any thread raises"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MOST = {"unproved end": 2, "silent line": 2, "second start": 1}
 """How often each strikes a world: what comes after is to find that all is well again."""
 _HANGING_FAILS = 0.02  # of a write that measures and hangs, in a step
+_MEASURED_WITHIN_S = 2.0  # lands what a write that measures had sent; less than is waited for
 _HEALS_S = 2 * WAITS.peer_s + RECOVERY_S  # a line that was silent
 
 
@@ -53,6 +54,9 @@ class RareTroubles:
         if self._hanging and self._of_measuring.random() < _HANGING_FAILS:
             transfer = self._hanging.pop()
             if not transfer.has_ended and self._adversary.counts("measuring write"):
+                target = self._world.process_of(transfer.target)
+                if target.takes_work and self._of_measuring.random() < 0.5:
+                    self._adversary.freeze_until(target, self._world.now + self._of_measuring.choice([2.0, 4.0, 6.0]))
                 self._adversary.break_off(transfer, self._of_measuring)
 
     def _counts(self, kind: str) -> bool:
@@ -147,7 +151,7 @@ class RareTroubles:
             self._adversary.hold_up(transfer)
             self._hanging.append(transfer)
             raise WriteHangsError(transfer, 0.0)
-        self._adversary.break_off(transfer, draw)
+        self._adversary.break_off(transfer, draw, within_s=_MEASURED_WITHIN_S)
         transfer.source.poll(transfer)
 
     # ---- ends, silence, starts, closes ----------------------------------------------------------------------------

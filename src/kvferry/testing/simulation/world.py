@@ -16,7 +16,7 @@ from kvferry.testing.simulation.adversary import RECOVERY_S, Adversary, Restart
 from kvferry.testing.simulation.callers import Callers, Computing
 from kvferry.testing.simulation.circumstances import LEASE_S, Engine, Limits, drawn, drawn_apart, for_healing
 from kvferry.testing.simulation.control_network import ControlNetwork
-from kvferry.testing.simulation.inspector import Inspector, Raised, listening
+from kvferry.testing.simulation.inspector import LOSES_NOTHING, Inspector, Raised, listening
 from kvferry.testing.simulation.laws import Law, ViolationError, demand
 from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform, Thread
 from kvferry.testing.simulation.memory import FRESH, Arena
@@ -29,6 +29,7 @@ from kvferry.transport.simulated import Notification, SimulatedHandle, Simulated
 
 _BURST = 6
 _STEPS_A_LOOK = 20
+_LISTENED = 4  # in one world of so many that lose nothing every message is read
 _FAIR_MAIL_ODDS = 0.2
 _FAIR_PACE_S = 0.05  # of time, so that no deadline passes while everybody has something to do
 _END_S = 20.0
@@ -105,6 +106,8 @@ class World:
             on_forgotten=self._rare.is_cut,
         )
         self.network = ControlNetwork(self.adversary.sending_fails)
+        if self.troubles <= LOSES_NOTHING and seed % _LISTENED == 0:
+            self.network.on_sent = self._inspector.check_sent
         self.registry = RegistryProcess(LEASE_S)
         self.pods = SimulatedPods(seed)
         self.raised = Raised()
