@@ -137,6 +137,14 @@ def test_who_gives_up_lets_those_behind_it_go_on(admission: Admission):
     Room(admission, "d1").withdraw()
 
 
+def test_all_are_admitted_for_whom_an_end_makes_room(admission: Admission):
+    first = Room(admission, "d0", 5)
+    second, third, fourth = Room(admission, "d0", 2), Room(admission, "d0", 2), Room(admission, "d0", 2)
+    assert counts(first, second, third, fourth) == [1, 0, 0, 0]
+    first.end()
+    assert counts(second, third, fourth) == [1, 1, 0]
+
+
 def test_who_gives_up_in_front_of_the_line_for_all_lets_others_go_on(admission: Admission):
     first, second = Room(admission, "d0", 5), Room(admission, "d1", 4)
     large, small = Room(admission, "d2", 5), Room(admission, "d2", 1)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -11,14 +14,16 @@ import pytest
 from kvferry.endpoint.prefill import attachment
 from kvferry.endpoint.prefill.attachment import Attachment, attach
 from kvferry.endpoint.prefill.paths import SendingStaging
+from kvferry.endpoint.prefill.peers import HangingWrite
 from kvferry.endpoint.runtime.platform import SystemPlatform
+from kvferry.errors import KVFerryError, LayoutError, PeerDisconnectedError, TransportError
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.messages import Attach
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
-from kvferry.transport import InProcessNetwork, InProcessTransport
+from kvferry.transport import InProcessNetwork, InProcessTransport, TransferHandle
 
 K, _ = attention_components(num_layers=3, num_kv_heads=2, head_dim=4, dtype="uint8")
 TOKEN_BYTES = 8
@@ -35,8 +40,8 @@ def rank(
 
 
 @pytest.fixture
-def attached() -> Iterator[Attachment]:
-    """Pages of 4 tokens to pages of 2, three layers."""
+def attaching() -> Iterator[Callable[..., Attachment]]:
+    """Attaches pages of 4 tokens to pages of 2, three layers."""
     network = InProcessNetwork()
     here, layout, ours = rank(network, 4, 10)
     there, other, theirs = rank(network, 2, 30)
@@ -50,7 +55,8 @@ def attached() -> Iterator[Attachment]:
         transport=there.name,
         transport_metadata=there.metadata(),
     )
-    yield attach(
+    yield partial(
+        attach,
         message,
         mine=Identity(
             endpoint=here.endpoint_name,
@@ -64,6 +70,11 @@ def attached() -> Iterator[Attachment]:
         staging=SendingStaging(Settings(path="direct"), layout, here, SystemPlatform()),
     )
     del ours, theirs
+
+
+@pytest.fixture
+def attached(attaching: Callable[..., Attachment]) -> Attachment:
+    return attaching()
 
 
 def prepared_rows(attached: Attachment) -> int:
@@ -113,3 +124,33 @@ def test_moves_along_several_routes_follow_each_other(attached: Attachment):
     selected = attached.select(Unit.WHOLE, [route, route], moves)
     assert selected.local_indices.tolist() == [1, 21, 41, 3, 23, 43]
     assert selected.remote_indices.tolist() == [5, 35, 65] * 2
+
+
+@pytest.mark.parametrize("kind", [TransportError, PeerDisconnectedError, LayoutError])
+def test_a_write_that_measures_and_fails_is_remembered(
+    attaching: Callable[..., Attachment], monkeypatch: pytest.MonkeyPatch, kind: type[KVFerryError]
+):
+    """What was sent of it may arrive in a ring that others get."""
+
+    def fail(*_: object) -> None:
+        raise kind("the wire does not work")
+
+    monkeypatch.setattr(SendingStaging, "paths_to", fail)
+    remembered: list[str] = []
+    with pytest.raises(kind):
+        attaching(broken_off=lambda: remembered.append("d0"))
+    assert remembered == (["d0"] if issubclass(kind, TransportError) else [])
+
+
+def test_a_write_that_measures_and_hangs_is_remembered_once_it_fails():
+    """Before it is over, after which the decode rank may attach."""
+    log: list[str] = []
+    peer: Any = SimpleNamespace(
+        name="d0", broken_off=lambda: log.append("broken off"), post=lambda _: log.append("over")
+    )
+    write = HangingWrite(peer, TransferHandle(), Mock())
+    write.failed(TransportError("it broke"))
+    assert log == ["broken off"]
+    write.settled(TransportError("it broke"))
+    assert log == ["broken off", "over"]
+    assert write.receiver == "d0"

@@ -404,9 +404,9 @@ class Inspector:
         if not isinstance(side, ReceiveSide) or side.transfer is None or not self._world.proves_no_end:
             return False
         engines = [self._world.circumstances.engines[name] for name in (side.request.prefill, side.request.decode)]
-        is_direct = engines[1].settings.unproven_path == "auto" and all(
-            each.settings.forced_path is not TransferPath.STAGED for each in engines
-        )
+        forced = {each.settings.forced_path for each in engines}
+        does_without = engines[1].settings.unproven_path == "auto" and TransferPath.STAGED not in forced
+        is_direct = TransferPath.DIRECT in forced or does_without
         return (
             is_direct
             and side.transfer.state is TransferState.FAILED
