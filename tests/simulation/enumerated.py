@@ -35,6 +35,7 @@ SOON: dict[str, Nearest] = {
     "one write ends for all": Nearest(Law.NO_REUSE_UNDER_A_READ, 5),
     "pages released on abort without drain": Nearest(Law.NO_WRITE_AFTER_RELEASE, 5),
     "pages released on timeout without quarantine": Nearest(Law.NO_WRITE_AFTER_RELEASE, 5),
+    "a source given back with the error of its write": Nearest(Law.NO_REUSE_UNDER_A_READ, 5, ONE_CHUNK),
     "a chunk written twice": Nearest(Law.NO_REUSE_UNDER_A_READ, 6),
     "drained while writes fly": Nearest(Law.NO_WRITE_AFTER_RELEASE, 7),
     "no time to settle after a failed write": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),

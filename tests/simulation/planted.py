@@ -44,6 +44,7 @@ from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.rooms.room_table import RoomTable
 from kvferry.protocol.transfer import receiver, sender, sender_events
+from kvferry.protocol.transfer.both_sides import Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartPlaced, ReceiverCommand, ReceiverEvent
@@ -57,6 +58,7 @@ from kvferry.protocol.transfer.sender_events import (
     SendFinish,
     Write,
     WriteDone,
+    WriteFailed,
 )
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
@@ -980,7 +982,22 @@ PLANTED: dict[str, Plant] = {
     "drained with rooms open": _drained_with_rooms_open,
 }
 
+def _read_no_more_after_an_error(patch: pytest.MonkeyPatch) -> None:
+    """A source is its caller's again with the error of its write, though a post that raised is read on."""
+    right = SenderMachine.handle
+
+    def handle(machine: SenderMachine, event: SenderEvent, now: float) -> list[SenderCommand]:
+        commands = right(machine, event, now)
+        if isinstance(event, WriteFailed) and event.may_arrive:
+            machine._receivers[event.receiver].writes_in_flight.discard(event.sequence)
+            return commands + right(machine, Tick(), now)
+        return commands
+
+    patch.setattr(SenderMachine, "handle", handle)
+
+
 ONLY_ENUMERATED: dict[str, Plant] = {
+    "a source given back with the error of its write": _read_no_more_after_an_error,
     "repeated messages count again": _repetitions_taken,
     "messages of an earlier attempt to attach count": _earlier_attempts_taken,
 }

@@ -52,6 +52,14 @@ def test_pieces_of_several_senders_arrive_in_any_order_and_some_twice(sent: list
     ]
 
 
+def test_pieces_make_the_same_in_whatever_order_they_come():
+    notification = bytes(range(200))
+    here, there = texts(), texts()
+    first, *rest = here.pieces(notification)
+    came = [there.add("here", piece) for piece in (*reversed(rest), first)]
+    assert came == [None] * len(rest) + [notification]
+
+
 def test_two_starts_of_one_sender_are_not_mixed():
     first, second, there = texts(), texts(), texts()
     long = bytes(60)

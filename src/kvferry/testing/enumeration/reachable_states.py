@@ -265,20 +265,22 @@ class World:
             if not write.is_failed:
                 yield Move(f"{_what(write)} has landed", who, whom, False, self._landed(rest, write))
                 if state.faults:
-                    failed = write._replace(is_failed=True)
-                    after = rest._replace(writes=_sorted(rest.writes, failed), faults=state.faults - 1)
-                    after = self._after(after, "p", write.prefill, ("failed", write.decode, write.sequence))
-                    yield Move(f"{_what(write)} fails", who, whom, True, after)
+                    for reads_on in (False, True):
+                        failed = write._replace(is_failed=True, reads_on=reads_on)
+                        after = rest._replace(writes=_sorted(rest.writes, failed), faults=state.faults - 1)
+                        after = self._after(after, "p", write.prefill, ("failed", write.decode, write.sequence))
+                        label = f"the post of {_what(write)} raises" if reads_on else f"{_what(write)} fails"
+                        yield Move(label, who, whom, True, after)
                 continue
             if not write.has_landed:
                 after = rest._replace(writes=_sorted(rest.writes, write._replace(has_landed=True)))
                 yield Move(f"what was sent of {_what(write)} lands", who, whom, False, after)
-            if not write.is_settled:
+            if not write.is_settled and (write.has_landed or not write.reads_on):  # read no longer than is waited for
                 settled = write._replace(is_settled=True)
                 after = rest._replace(writes=_sorted(rest.writes, settled))
                 event = "settled", write.decode, write.sequence, write.span
                 yield Move(f"{_what(write)} is over", who, who, False, self._after(after, "p", write.prefill, event))
-            elif write.has_landed:  # nothing of it is left
+            elif write.is_settled and write.has_landed:  # nothing of it is left
                 yield Move("", who, whom, False, rest)
         for decode in range(self.shape.decodes):
             for prefill in range(self.shape.prefills):
@@ -309,7 +311,8 @@ class World:
             ViolationError: if one is broken.
         """
         for write in state.writes:
-            if not write.is_failed and not self._holds_source[write.prefill](state.prefills[write.prefill]):
+            is_read = not write.is_failed or (write.reads_on and not write.has_landed)
+            if is_read and not self._holds_source[write.prefill](state.prefills[write.prefill]):
                 raise ViolationError(
                     Law.NO_REUSE_UNDER_A_READ, f"p{write.prefill}: {_what(write)} reads pages that were given back"
                 )

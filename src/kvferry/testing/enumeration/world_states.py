@@ -17,6 +17,8 @@ class Flying(NamedTuple):
         is_failed: whether it failed: its sender has been told, and will not be told anything more before `is_settled`.
         is_settled: whether its sender counts it as over. What had been sent of it may still arrive.
         has_landed: whether what had been sent of a failed one has arrived.
+        reads_on: whether its sender was told so by its post, which raised: what was posted goes on, and is read when it
+            lands.
         span: where in the receiver's ring; None where it goes to pages.
     """
 
@@ -28,6 +30,7 @@ class Flying(NamedTuple):
     is_failed: bool = False
     is_settled: bool = False
     has_landed: bool = False
+    reads_on: bool = False
 
 
 class Note(NamedTuple):
@@ -90,8 +93,8 @@ class Shape:
         prefills: how many prefill ranks there are.
         decodes: how many decode ranks.
         chunks: of each request: the first is written to pages, the second through a ring, and so on.
-        faults: how much may go wrong: cuts, noticed or not, messages that come twice, writes that fail, aborts,
-            deadlines, links and decode ranks that are given up.
+        faults: how much may go wrong: cuts, noticed or not, messages that come twice, writes that fail, posts that
+            raise, aborts, deadlines, links and decode ranks that are given up.
     """
 
     prefills: int
