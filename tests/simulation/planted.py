@@ -17,6 +17,7 @@ from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill import unread_chunks
@@ -26,7 +27,7 @@ from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.peers import DecodePeer, HangingWrite
+from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
@@ -518,30 +519,6 @@ def _dropped_writes_posted(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DirectWrites, "drop", lambda writes: None)
 
 
-def _next_not_lined_up(patch: pytest.MonkeyPatch) -> None:
-    """Behind whoever was admitted nobody is next at that receiver, until a write to it ends."""
-    right = Admission._serve
-
-    def serve(admission: Admission) -> list[Any]:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Admission, "_line_up", lambda *arguments: None)
-            return right(admission)
-
-    patch.setattr(Admission, "_serve", serve)
-
-
-def _no_line_behind_who_withdraws(patch: pytest.MonkeyPatch) -> None:
-    """Whoever stands behind a room that gives up waits for ever."""
-    right = Admission.withdraw
-
-    def withdraw(admission: Admission, receiver: str, applicant: Any) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(Admission, "_line_up", lambda *arguments: None)
-            right(admission, receiver, applicant)
-
-    patch.setattr(Admission, "withdraw", withdraw)
-
-
 def _second_write_not_lined_up(patch: pytest.MonkeyPatch) -> None:
     """Of a room whose writes wait, only the first stands in line."""
 
@@ -557,11 +534,6 @@ def _second_write_not_lined_up(patch: pytest.MonkeyPatch) -> None:
 def _failed_measurements_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Of a write that measures and fails nobody hears, though what it had sent may arrive in a ring."""
     patch.setattr(DecodePeer, "broken_off", lambda peer: None)
-
-
-def _hanging_measurements_settled(patch: pytest.MonkeyPatch) -> None:
-    """The same of one that hangs before it fails."""
-    patch.setattr(HangingWrite, "failed", lambda write, error: None)
 
 
 # ---- what a sender writes --------------------------------------------------------------------------------------------
@@ -837,6 +809,27 @@ def _ended_with_the_last_post(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StagedWrite, "is_through", property(lambda write: write.next_bytes is None))
 
 
+def _kept_until_asked_for(patch: pytest.MonkeyPatch) -> None:
+    """Every other message is sent when a heartbeat has found that it has not come."""
+    right = ReliableChannel.send
+
+    def send(channel: ReliableChannel, body: Any) -> list[Numbered]:
+        return right(channel, body)[: channel.last_number % 2]
+
+    patch.setattr(ReliableChannel, "send", send)
+
+
+def _waiting_callers_not_told(patch: pytest.MonkeyPatch) -> None:
+    """Who waits for a link waits on when the endpoint is closed."""
+    right = Links.close
+
+    def close(links: Links) -> None:
+        links._callers.clear()
+        right(links)
+
+    patch.setattr(Links, "close", close)
+
+
 # ---- connections, and numbers that are used again --------------------------------------------------------------------
 
 
@@ -965,12 +958,11 @@ PLANTED: dict[str, Plant] = {
     "more admitted than may be on its way": _all_admitted,
     "admission kept after a failed write": _failed_writes_keep_their_leave,
     "nobody admitted who waits": _nobody_served,
-    "the next in line not lined up": _next_not_lined_up,
-    "nobody lined up behind who withdraws": _no_line_behind_who_withdraws,
     "a room's next write not lined up": _second_write_not_lined_up,
     "deferred writes posted after the end": _dropped_writes_posted,
     "failed measurements forgotten": _failed_measurements_forgotten,
-    "measurements that hang settled at once": _hanging_measurements_settled,
+    "messages kept until a heartbeat asks for them": _kept_until_asked_for,
+    "who waits for a link is not told of the close": _waiting_callers_not_told,
     "receivers that come late not told": _late_receivers_not_told,
     "another prompt's cache sent": _any_prompt_will_do,
     "a refusal of the decode side is told nobody": _refusals_kept_to_itself,
@@ -981,6 +973,7 @@ PLANTED: dict[str, Plant] = {
     "older decode ranks answered in the newest version": _answered_in_the_newest_version,
     "drained with rooms open": _drained_with_rooms_open,
 }
+
 
 def _read_no_more_after_an_error(patch: pytest.MonkeyPatch) -> None:
     """A source is its caller's again with the error of its write, though a post that raised is read on."""
@@ -1011,5 +1004,7 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
     "drained with rooms open": frozenset({"leave"}),
+    "failed measurements forgotten": frozenset({"measuring write"}),
+    "who waits for a link is not told of the close": frozenset({"close waits"}),
 }
 """Kinds of trouble that it takes to bring a fault to light: a search for it leaves out schedules without them."""

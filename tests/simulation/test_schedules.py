@@ -15,7 +15,7 @@ from tests.support.tiers import Tier
 
 from kvferry.settings import Settings
 from kvferry.testing.simulation import Limits, ViolationError, World
-from kvferry.testing.simulation.circumstances import TROUBLES, drawn
+from kvferry.testing.simulation.circumstances import RARE, TROUBLES, drawn
 from kvferry.testing.simulation.memory import Arena
 from kvferry.testing.simulation.search import Findings, run_one, search, shrink
 
@@ -34,7 +34,8 @@ def test_known_schedules_keep_all_laws(tier: Tier):
     count = tier.amount(quick=50, full=500, long=15_000)
     found = searched(0, count, tier)
     for kind in TROUBLES:
-        if kind not in ("absent", "miscount"):  # these befall requests, and are not counted one by one
+        is_counted = kind not in ("absent", "miscount")  # these befall requests, and are not counted one by one
+        if is_counted and not (tier is Tier.QUICK and kind in RARE):
             assert found.outcomes[f"trouble: {kind}"] > count // 500, kind
     for what in ("sent", "received"):
         assert found.outcomes[f"{what}: success"] > count / 2

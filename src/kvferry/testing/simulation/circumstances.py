@@ -56,7 +56,10 @@ _STRUCK_APART: Mapping[str, tuple[float, float]] = {
 _HEALED = frozenset({"unproved end", "silent line", "second start"})
 """What must be over after a while: in worlds with these more requests come, and later."""
 
-TROUBLES = (*_DRAWN, *_DRAWN_APART, *_STRUCK_APART)
+RARE = (*_DRAWN_APART, *_STRUCK_APART)
+"""Kinds of trouble that few worlds have."""
+
+TROUBLES = (*_DRAWN, *RARE)
 """What may go wrong. Every world has its own few, so that each also comes alone."""
 
 LINGER_S = 2.5
