@@ -113,7 +113,11 @@ def test_nothing_is_wrong_where_nothing_is():
         ),
         ({"threads": (ThreadStatus(name="t", is_alive=False, failures=1, last_failure="E: x"),)}, "thread t has ended"),
         (
-            {"threads": (ThreadStatus(name="t", is_alive=True, failures=0, last_failure="", held_up_by="the signal f"),)},
+            {
+                "threads": (
+                    ThreadStatus(name="t", is_alive=True, failures=0, last_failure="", held_up_by="the signal f"),
+                )
+            },
             "prefill prefill/3: thread t is held up by the signal f",
         ),
         ({"problem": "not registered: no answer"}, "prefill prefill/3: not registered: no answer"),
