@@ -359,7 +359,10 @@ class Settings(BaseSettings):
         "and larger writes. Of the prefill side.",
     )
     max_pending_opens: int = Field(
-        10_000, ge=1, description="Rooms that decode ranks may open before the prefill side does."
+        131_072,
+        ge=1,
+        description="Rooms that decode ranks may open before the prefill side does; half of them are for one decode "
+        "rank, which may open max_rooms.",
     )
     max_pending_opens_mib: float = Field(
         1024.0,

@@ -6,7 +6,6 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 from types import TracebackType
@@ -27,14 +26,14 @@ from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.loggers import logger_of
 from kvferry.observe.status import (
     MOST_ROOMS,
+    CountedRoom,
     EndpointStatus,
     LostPeerStatus,
     PeerStatus,
-    RoomStatus,
+    RoomCounts,
     Side,
     StagingStatus,
     ThreadStatus,
-    load_of,
 )
 from kvferry.open_files import SHARE, START
 from kvferry.plan import TransferPath, check_token_share
@@ -255,7 +254,7 @@ class Endpoint(ABC):
         self,
         now: float,
         *,
-        rooms: Sequence[RoomStatus],
+        rooms: Sequence[CountedRoom],
         peers: Sequence[PeerStatus],
         staging: StagingStatus,
         problem: str = "",
@@ -264,8 +263,14 @@ class Endpoint(ABC):
         pending_rooms: int = 0,
         bytes_in_flight: int = 0,
     ) -> EndpointStatus:
-        """Builds the status; its problem is empty if nothing is wrong with the endpoint."""
-        oldest = sorted(rooms, key=lambda room: -room.age_s)
+        """Builds the status; its problem is empty if nothing is wrong with the endpoint.
+
+        Args:
+            rooms: all of them, in the order in which they were opened; those that are shown alone cost more than a
+                moment.
+        """
+        counts = RoomCounts.of(rooms, now)
+        oldest = [room.status(now) for room in rooms[:MOST_ROOMS]]
         return EndpointStatus(
             side=self._side,
             engine=self.engine,
@@ -279,11 +284,11 @@ class Endpoint(ABC):
             heartbeat_s=self.settings.heartbeat_interval_s,
             problem=problem,
             address=address,
-            states=dict(Counter(room.state for room in rooms)),
+            states=counts.states,
             oldest_room_s=oldest[0].age_s if oldest else 0.0,
-            quarantined_pages=sum(room.quarantined_pages for room in rooms),
-            quarantine_s=max((room.failed_for_s for room in rooms if room.quarantined_pages), default=0.0),
-            rooms=tuple(oldest[:MOST_ROOMS]),
+            quarantined_pages=counts.quarantined_pages,
+            quarantine_s=counts.quarantine_s,
+            rooms=tuple(oldest),
             peers=tuple(peers),
             staging=staging,
             quarantine=tuple(quarantine),
@@ -292,7 +297,7 @@ class Endpoint(ABC):
             not_ready=self.not_ready,
             is_draining=self.is_draining,
             is_drained=self.is_drained,
-            load=load_of(self._side, rooms, pending_rooms=pending_rooms, bytes_in_flight=bytes_in_flight),
+            load=counts.load(self._side, pending_rooms=pending_rooms, bytes_in_flight=bytes_in_flight),
         )
 
     def _check_process(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from enum import Enum
+from typing import Protocol
 
 import msgspec
 
@@ -136,25 +138,77 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_exports: int = 0
 
 
-def load_of(side: Side, rooms: Sequence[RoomStatus], *, pending_rooms: int, bytes_in_flight: int) -> LoadStatus:
-    """Counts what an endpoint has to do.
+class CountedRoom(Protocol):
+    """What is counted of every room, and read from any thread; the attributes are those of a `RoomStatus`."""
 
-    Args:
-        side: which of the two it is.
-        rooms: all that it has.
-        pending_rooms: as in `LoadStatus`; likewise the bytes.
+    @property
+    def state(self) -> TransferState:
+        """The state of its transfer."""
+
+    @property
+    def chunks(self) -> int:
+        """Those that were handed in, or have arrived."""
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages of a transfer that has failed, which a write may still touch."""
+
+    def age_s(self, now: float) -> float:
+        """Returns how long ago it was opened, in seconds."""
+
+    def failed_for_s(self, now: float) -> float:
+        """Returns how long ago it failed, in seconds; 0 if it has not."""
+
+    def status(self, now: float) -> RoomStatus:
+        """Returns all of it."""
+
+
+class RoomCounts(msgspec.Struct, frozen=True):
+    """What a status says of all rooms together; the attributes are those of an `EndpointStatus`.
+
+    Attributes:
+        outstanding: those with chunks that nobody on the other side has opened.
     """
-    unopened = [room for room in rooms if room.state == TransferState.BOOTSTRAPPING.value]
-    idle = [room for room in rooms if room.state == TransferState.WAITING_FOR_INPUT.value]
-    moving = [room for room in rooms if room.state == TransferState.TRANSFERRING.value]
-    is_prefill = side is Side.PREFILL
-    return LoadStatus(
-        open_rooms=len(unopened) + len(idle) + len(moving),
-        waiting_rooms=len(unopened) + len(idle),
-        pending_rooms=pending_rooms,
-        bytes_in_flight=bytes_in_flight,
-        outstanding_exports=sum(room.chunks > 0 for room in unopened) if is_prefill else 0,
-    )
+
+    states: dict[str, int]
+    quarantined_pages: int
+    quarantine_s: float
+    outstanding: int
+
+    @classmethod
+    def of(cls, rooms: Sequence[CountedRoom], now: float) -> RoomCounts:
+        """Counts rooms, for next to nothing each: there may be tens of thousands."""
+        states: Counter[TransferState] = Counter()
+        pages = outstanding = 0
+        quarantine_s = 0.0
+        for room in rooms:
+            state = room.state
+            states[state] += 1
+            if state is TransferState.BOOTSTRAPPING:
+                outstanding += room.chunks > 0
+            elif state.is_final and (held := room.quarantined_pages):
+                pages += held
+                quarantine_s = max(quarantine_s, room.failed_for_s(now))
+        return cls({state.value: count for state, count in states.items()}, pages, quarantine_s, outstanding)
+
+    def load(self, side: Side, *, pending_rooms: int, bytes_in_flight: int) -> LoadStatus:
+        """Returns what an endpoint has to do.
+
+        Args:
+            side: which of the two it is.
+            pending_rooms: as in `LoadStatus`; likewise the bytes.
+        """
+        unopened, idle, moving = (self.states.get(each.value, 0) for each in _OPEN)
+        return LoadStatus(
+            open_rooms=unopened + idle + moving,
+            waiting_rooms=unopened + idle,
+            pending_rooms=pending_rooms,
+            bytes_in_flight=bytes_in_flight,
+            outstanding_exports=self.outstanding if side is Side.PREFILL else 0,
+        )
+
+
+_OPEN = (TransferState.BOOTSTRAPPING, TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
 
 
 class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):

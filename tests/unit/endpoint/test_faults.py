@@ -526,12 +526,12 @@ def test_too_many_page_numbers_in_advance_are_refused_by_the_name_of_their_setti
 
 
 def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Requests]):
-    requests = pair(bootstrap_timeout_s=2.0, max_pending_opens=5)
+    requests = pair(bootstrap_timeout_s=2.0, max_rooms=5)
     endpoint = requests.prefill.endpoints[0]
     for room in range(20):
         endpoint.open(room).abort("never mind")
-    eventually("all are over", lambda: endpoint.open_rooms == 0)
-    assert len(endpoint._driver.rooms.table._failed_alone) == 5, "no more than max_pending_opens are kept"
+        eventually("it is over", lambda: endpoint.open_rooms == 0)
+    assert len(endpoint._driver.rooms.table._failed_alone) == 5, "no more than max_rooms are kept"
     keeper = endpoint.open(99)
     eventually("they are forgotten", lambda: not endpoint._driver.rooms.table._failed_alone)
     keeper.abort()

@@ -10,6 +10,7 @@ from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, Tr
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.rooms.room_table import REMEMBERED, RoomTable
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
+from kvferry.settings import Settings
 
 KEEP_S = 10.0
 
@@ -22,8 +23,8 @@ class Room:
     generations: dict[str, int] = field(default_factory=dict)
 
 
-def table(max_pending: int = 3) -> RoomTable[Room]:
-    return RoomTable(max_pending=max_pending, most_page_bytes=2**20, keep_s=KEEP_S)
+def table(max_pending: int = 3, max_rooms: int = 100) -> RoomTable[Room]:
+    return RoomTable(max_rooms=max_rooms, max_pending=max_pending, most_page_bytes=2**20, keep_s=KEEP_S)
 
 
 def open_request(room: int = 1, generation: int = 7) -> OpenRoom:
@@ -194,6 +195,25 @@ def test_a_late_abort_of_an_earlier_use_leaves_its_rank_to_be_told_of_the_next_t
     rooms.abort("d1", abort(generation=5), now=0.0)
     with pytest.raises(TransferFailedError):
         rooms.open_request("d1", open_request(generation=6), now=0.0)
+
+
+def test_of_as_many_rooms_as_may_be_open_decode_ranks_hear_that_they_failed_alone():
+    rooms, error = table(max_pending=3, max_rooms=20), TransferFailedError("no")
+    for number in range(21):
+        rooms.add(room := Room(number, failed_alone=True, error=error))
+        rooms.remove(room, now=0.0)
+    for number in range(1, 21):
+        with pytest.raises(TransferFailedError):
+            rooms.open_request("d0", open_request(room=number), now=0.0)
+    assert rooms.open_request("d0", open_request(room=0), now=0.0) is None, "the oldest is forgotten"
+
+
+def test_a_decode_rank_may_open_as_many_rooms_early_as_it_may_have():
+    settings = Settings()
+    rooms = table(max_pending=settings.max_pending_opens)
+    for number in range(settings.max_rooms):
+        assert rooms.open_request("d0", open_request(room=number), now=0.0) is None
+    assert rooms.num_pending == settings.max_rooms
 
 
 def test_what_is_remembered_is_bounded():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.support.interrupts import at_every_step
 
 from kvferry.errors import (
     IncompatiblePeerError,
@@ -1082,3 +1084,11 @@ def test_an_error_in_planning_for_one_receiver_leaves_no_write_of_another_behind
     commands = run(sender, Broke(MemoryError("planted")))
     assert sender.is_drained
     assert sorted(drained_of(commands)) == [("d0", 1), ("d1", 1)]
+
+
+def test_what_a_room_waits_for_can_be_read_while_decode_ranks_open_it() -> None:
+    room = machine()
+    room.handle(opened("d0", expected_receivers=10_000), 0.0)
+    more = (opened(f"d{number}", expected_receivers=10_000) for number in itertools.count(1))
+    at_every_step(lambda: (room.is_drained, room.waits_for), lambda: room.handle(next(more), 0.0))
+    assert next(more).receiver != "d1"

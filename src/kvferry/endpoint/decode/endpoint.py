@@ -198,7 +198,7 @@ class DecodeEndpoint(Endpoint):
         now, rooms = self._platform.now(), self._driver.rooms
         return self._status(
             now,
-            rooms=rooms.statuses(now),
+            rooms=list(rooms.open.values()),
             peers=rooms.links.statuses(now),
             staging=self._driver.staging,
             quarantine=rooms.quarantine(now),

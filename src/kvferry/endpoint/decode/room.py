@@ -11,7 +11,7 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkState
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.states import ReceiverState
+from kvferry.protocol.transfer.states import ReceiverState, TransferState
 
 
 @dataclass(eq=False, slots=True)
@@ -71,21 +71,45 @@ class ReceivingRoom:
         """Whether it has failed, and a write may still touch its pages. May be read from any thread."""
         return self.machine.detailed_state in (ReceiverState.QUARANTINED, ReceiverState.SETTLING)
 
+    @property
+    def state(self) -> TransferState:
+        """The state of its transfer; this and what follows may be read from any thread."""
+        return self.machine.state
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that have arrived."""
+        return self.machine.chunks
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages that a write may still touch, though it has failed."""
+        return self.pages if self.is_quarantined else 0
+
+    def age_s(self, now: float) -> float:
+        """Returns how long ago it was opened, in seconds."""
+        return now - self.receiver.stats.opened_at
+
+    def failed_for_s(self, now: float) -> float:
+        """Returns how long ago it ended, in seconds; 0 if it has not."""
+        ended_at = self.receiver.stats.ended_at
+        return now - ended_at if ended_at is not None else 0.0
+
     def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
-        machine, stats, link = self.machine, self.receiver.stats, self.link
+        machine, link = self.machine, self.link
         moved_bytes = sum(placed.num_bytes for placed in list(self._placed))
         return RoomStatus(
             room=self.room,
             state=machine.state.value,
-            age_s=now - stats.opened_at,
+            age_s=self.age_s(now),
             chunks=machine.chunks,
             path="staged" if moved_bytes else "",
             moved_bytes=moved_bytes,
             waits_for=machine.waits_for,
             peers=() if link is None or self.waits_for_link else tuple(peer.endpoint for peer in link.peers),
-            quarantined_pages=self.pages if self.is_quarantined else 0,
-            failed_for_s=now - stats.ended_at if stats.ended_at is not None else 0.0,
+            quarantined_pages=self.quarantined_pages,
+            failed_for_s=self.failed_for_s(now),
         )
 
     def show(self, now: float) -> None:

@@ -22,7 +22,7 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError, UnknownRoomError
 from kvferry.loggers import logger_of
-from kvferry.observe.status import LostPeerStatus, RoomStatus
+from kvferry.observe.status import LostPeerStatus
 from kvferry.plan import check_share_tokens
 from kvferry.plan.requests.chunks import AnyPages
 from kvferry.plan.requests.conditions import checked_conditions
@@ -181,10 +181,6 @@ class ReceivingRooms:
             rooms = list(self.open.values())
         for room in rooms:
             room.receiver.abort("the decode endpoint was closed")
-
-    def statuses(self, now: float) -> list[RoomStatus]:
-        """Returns the status of every room."""
-        return [room.status(now) for room in list(self.open.values())]
 
     def quarantine(self, now: float) -> list[LostPeerStatus]:
         """Returns the prefill ranks that were lost, and what they may still write to."""

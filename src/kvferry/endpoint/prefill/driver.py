@@ -186,17 +186,17 @@ class PrefillDriver(Loop):
     @property
     def staging(self) -> StagingStatus:
         """How much memory the rings of decode ranks have, how much of it is in use, and how many rooms wait for it."""
-        rings = [peer.attachment.paths.staged for peer in self.ranks.peers() if peer.attachment is not None]
+        attached = [each for peer in self.ranks.peers() if (each := peer.attachment) is not None]
+        rings = [each.paths.staged.peer.ring for each in attached if each.paths.staged is not None]
         return StagingStatus(
-            total_bytes=sum(staged.peer.ring.num_bytes for staged in rings if staged is not None),
-            used_bytes=sum(staged.peer.ring.in_use for staged in rings if staged is not None),
-            waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()),
+            total_bytes=sum(ring.num_bytes for ring in rings),
+            used_bytes=sum(ring.in_use for ring in rings),
+            waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()) if rings else 0,
         )
 
-    @property
-    def bytes_in_flight(self) -> int:
-        """Bytes that were posted, or wait in rings, and that decode ranks do not have yet."""
-        return self.admission.num_bytes + self.staging.used_bytes
+    def bytes_in_flight(self, staging: StagingStatus) -> int:
+        """Returns the bytes that were posted, or wait in rings, and that decode ranks do not have yet."""
+        return self.admission.num_bytes + staging.used_bytes
 
     def send(self, receiver: str, message: field_types.Message) -> None:
         """Sends a control message, from the control thread, soon."""

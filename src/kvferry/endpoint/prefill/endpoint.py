@@ -125,16 +125,16 @@ class PrefillEndpoint(Endpoint):
 
     def status(self) -> EndpointStatus:
         """Returns a snapshot of the endpoint, for people and tools."""
-        now, error = self._platform.now(), self._registration.error
+        now, error, staging = self._platform.now(), self._registration.error, self._driver.staging
         return self._status(
             now,
             problem=f"not registered: {error}" if error is not None else "",
             address=self.control_address,
-            rooms=[room.status(now) for room in self._driver.rooms.all()],
+            rooms=self._driver.rooms.all(),
             peers=[peer.status(now) for peer in self._driver.ranks.peers()],
-            staging=self._driver.staging,
+            staging=staging,
             pending_rooms=self._driver.rooms.table.num_pending,
-            bytes_in_flight=self._driver.bytes_in_flight,
+            bytes_in_flight=self._driver.bytes_in_flight(staging),
         )
 
     @property

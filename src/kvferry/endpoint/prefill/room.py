@@ -130,6 +130,30 @@ class SendingRoom(Actor):
     def _queue_for(self, event: RoomEvent) -> RunQueue:
         return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
 
+    @property
+    def state(self) -> TransferState:
+        """The state of its transfer; this and what follows may be read from any thread."""
+        return self._machine.state
+
+    @property
+    def chunks(self) -> int:
+        """Chunks that were taken."""
+        return self._handled_chunks
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Pages that a write may still read, though it has failed."""
+        return self._pages if self._machine.detailed_state is SenderState.DRAINING else 0
+
+    def age_s(self, now: float) -> float:
+        """Returns how long ago it was opened, in seconds."""
+        return now - self.sender.stats.opened_at
+
+    def failed_for_s(self, now: float) -> float:
+        """Returns how long ago it ended, in seconds; 0 if it has not."""
+        ended_at = self.sender.stats.ended_at
+        return now - ended_at if ended_at is not None else 0.0
+
     def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
         machine, writes = self._machine, list(self._writes)
@@ -141,14 +165,14 @@ class SendingRoom(Actor):
         return RoomStatus(
             room=self.room,
             state=machine.state.value,
-            age_s=now - self.sender.stats.opened_at,
+            age_s=self.age_s(now),
             chunks=self._handled_chunks,
             path=path.value if path is not None else "",
             moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
             waits_for=self._waits_for(waiting),
             peers=tuple(self._generations),
-            quarantined_pages=self._pages if machine.detailed_state is SenderState.DRAINING else 0,
-            failed_for_s=now - ended_at if (ended_at := self.sender.stats.ended_at) is not None else 0.0,
+            quarantined_pages=self.quarantined_pages,
+            failed_for_s=self.failed_for_s(now),
         )
 
     def _waits_for(self, waiting: list[str]) -> str:

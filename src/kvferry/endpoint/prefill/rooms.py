@@ -77,6 +77,7 @@ class SendingRooms:
         self._workers = workers
         self._timers: Timers[SendingRoom] = Timers()
         self.table: RoomTable[SendingRoom] = RoomTable(
+            max_rooms=settings.max_rooms,
             max_pending=settings.max_pending_opens,
             most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
             keep_s=settings.bootstrap_timeout_s,

@@ -333,8 +333,8 @@ class Link:
 
     @property
     def peers(self) -> list[messages.Welcome]:
-        """The ranks that have answered `Hello`."""
-        return [rank.welcome for rank in self._ranks.values() if rank.welcome is not None]
+        """The ranks that have answered `Hello`. May be read from another thread."""
+        return [rank.welcome for rank in list(self._ranks.values()) if rank.welcome is not None]
 
     def knows_machine(self, address: str, machine: str) -> bool:
         """Returns whether the rank at an address is on that machine, and can check processes there."""

@@ -83,15 +83,17 @@ class RoomTable(Generic[RoomT]):
         rooms: those that are open, or still have writes on their way.
     """
 
-    def __init__(self, *, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
+    def __init__(self, *, max_rooms: int, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
         """Starts with no rooms.
 
         Args:
+            max_rooms: how many may be open at once: of as many that failed alone the errors are kept.
             max_pending: how many rooms decode ranks may open before our caller does.
             most_page_bytes: how many bytes of page numbers these may have.
             keep_s: how long these are kept, in seconds, and the errors of rooms that failed alone.
         """
         self.rooms: dict[int, RoomT] = {}
+        self._max_rooms = max_rooms
         self._max_pending = max_pending
         self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         # Whoever names a number before anybody has opened it is taken for the one that it is for, as with an open
@@ -320,7 +322,7 @@ class RoomTable(Generic[RoomT]):
         return [(receiver, opened.request) for receiver, opened in undelivered.items() if opened.abort is None]
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
-        self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_pending)
+        self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_rooms)
 
     def ended(self, receiver: str, room: int, generation: int, error: KVFerryError | None) -> None:
         """Records that a use of a number is over for a decode rank: it ended well, or by an error."""

@@ -113,8 +113,11 @@ class SenderMachine:
 
     @property
     def is_drained(self) -> bool:
-        """Whether no write is in flight, or will be: nothing reads the source pages on behalf of this room."""
-        return not any(receiver.is_written_to for receiver in self._receivers.values())
+        """Whether no write is in flight, or will be: nothing reads the source pages on behalf of this room.
+
+        May be read from another thread.
+        """
+        return not any(receiver.is_written_to for receiver in list(self._receivers.values()))
 
     @property
     def is_done(self) -> bool:

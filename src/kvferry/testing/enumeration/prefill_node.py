@@ -103,7 +103,7 @@ class PrefillNode:
         self._prefills = prefills
         self._decodes = decodes
         self._chunks = chunks
-        self._table: RoomTable[_Room] = RoomTable(max_pending=8, most_page_bytes=1 << 20, keep_s=10.0)
+        self._table: RoomTable[_Room] = RoomTable(max_rooms=8, max_pending=8, most_page_bytes=1 << 20, keep_s=10.0)
         self._connections = Connections(prefill_name(number), decodes)
         self._opened_room: _Room | None = None  # of this use; it answers what it was given even when it has ended
         self._waiting: list[tuple[int, int, int]] = []  # staged writes without memory: receiver, generation, sequence
