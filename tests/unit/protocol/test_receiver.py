@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+from tests.support.steps import steps_of
 
 from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
@@ -550,3 +552,14 @@ def test_every_part_that_comes_starts_the_wait_anew():
     run(receiver, PartArrived(0, 0, 0, is_last=False), now=4.0)
     run(receiver, PartArrived(0, 0, 0, is_last=False), now=15.0)  # again
     expires(receiver, 24.0, "prefill ranks [0] have not finished")
+
+
+def test_that_one_more_rank_has_stopped_costs_the_same_however_many_there_are():
+    def mean(ranks: int) -> int:
+        receiver = machine()
+        run(receiver, connected(*range(ranks), ranks=ranks), AbortRequested("no"))
+        each = [steps_of(partial(receiver.handle, SenderDrained(rank, False), 0.0)) for rank in range(ranks)]
+        assert receiver.is_done
+        return sum(each) // ranks
+
+    assert mean(64) <= mean(8) + 5

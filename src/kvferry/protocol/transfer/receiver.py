@@ -98,6 +98,9 @@ class ReceiverMachine:
         self._ranks: frozenset[int] = frozenset()
         self._expected: dict[int, _Writer] = {}
         self._into_pages: frozenset[int] = frozenset()
+        # Those of them that had neither answered, nor ended, when they were last looked at: neither is taken back.
+        self._not_answered: list[_Writer] = []
+        self._not_drained: list[_Writer] = []
         self._unanswered: set[int] = set()  # ranks that were asked to stop, and have not answered
         self._verifies = False
         self._at_pages = 0  # parts that are being put into the pages, or compared there
@@ -121,6 +124,20 @@ class ReceiverMachine:
     def _silent(self) -> list[int]:
         """Those of them that have not confirmed that they write no more."""
         return [rank for rank in self.undrained if not self._expected[rank].has_answered]
+
+    @property
+    def _have_all_answered(self) -> bool:
+        """Whether none of them is silent. Who has answered is not looked at again: there may be many ranks."""
+        while self._not_answered and self._not_answered[-1].has_answered:
+            self._not_answered.pop()
+        return not self._not_answered
+
+    @property
+    def _are_all_drained(self) -> bool:
+        """Whether none of them may write any more, found out likewise."""
+        while self._not_drained and not self._not_drained[-1].may_write:
+            self._not_drained.pop()
+        return not self._not_drained
 
     @property
     def unanswered(self) -> list[int]:
@@ -153,9 +170,9 @@ class ReceiverMachine:
     def handle(self, event: ReceiverEvent, now: float) -> list[ReceiverCommand]:
         """Handles what happened and returns what to do. Never raises for what a peer did."""
         commands = self._handle(event, now)
-        if self.detailed_state is ReceiverState.QUARANTINED and not self._at_pages and not self._silent:
+        if self.detailed_state is ReceiverState.QUARANTINED and not self._at_pages and self._have_all_answered:
             self._move(ReceiverTrigger.ALL_ANSWERED)
-        if self.detailed_state is ReceiverState.SETTLING and not self.undrained:
+        if self.detailed_state is ReceiverState.SETTLING and self._are_all_drained:
             self._move(ReceiverTrigger.ALL_SETTLED)
         return commands
 
@@ -202,6 +219,8 @@ class ReceiverMachine:
         self._ranks = event.ranks
         self._expected = {rank: _Writer() for rank in sorted(event.writers.keys() | {event.aux_writer})}
         self._into_pages = event.into_pages & event.writers.keys()
+        self._not_answered = [self._expected[rank] for rank in self._into_pages]
+        self._not_drained = list(self._not_answered)
         self._verifies = event.verifies
         self._move(ReceiverTrigger.ALL_SENDERS_ASKED)
         return [SendOpen(rank, event.writers.get(rank, frozenset())) for rank in sorted(event.ranks)]
