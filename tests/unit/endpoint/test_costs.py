@@ -122,3 +122,16 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
     prefill._driver._give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_status_costs_little_for_rooms_that_it_does_not_show(side: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.endpoint.base.MOST_ROOMS", 5)
+
+    def steps(rooms: int) -> int:
+        made = cluster(prefill_rooms=rooms, decode_rooms=rooms)
+        endpoint = (made.prefillers if side == "prefill" else made.decoders)[0]
+        assert len(endpoint.status().rooms) == 5
+        return steps_of(endpoint.status)
+
+    assert (steps(60) - steps(10)) / 50 < 120
