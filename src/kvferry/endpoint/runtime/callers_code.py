@@ -38,7 +38,11 @@ def name_of(code: object) -> str:
 
 
 class CallersCode:
-    """What one thread runs of the caller's code, and which of it the thread is in. Read from any thread."""
+    """What one thread runs of the caller's code, and which of it the thread is in. Read from any thread.
+
+    Signals are looked at thousands of times a second: so a look takes no time, and a call is as old as it was seen by
+    whoever reports it.
+    """
 
     def __init__(self, now: Callable[[], float]) -> None:
         """Begins in none.
@@ -47,8 +51,10 @@ class CallersCode:
             now: the time, in seconds of a steady clock.
         """
         self._now = now
-        self._running: tuple[float, str, object, int] | None = None
-        self._reported: object = None
+        self._running: tuple[str, object, int] | None = None
+        self._seen: tuple[str, object, int] | None = None  # kept, so that no later call can be taken for it
+        self._seen_at = 0.0
+        self._is_reported = False
 
     def run(self, kind: str, code: Callable[[], _Result], room: int) -> _Result:
         """Runs code of the caller's, and lets out whatever it raises.
@@ -57,7 +63,7 @@ class CallersCode:
             kind: what it is, in words.
             room: which it is about.
         """
-        self._running = self._now(), kind, code, room
+        self._running = kind, code, room
         try:
             return code()
         finally:
@@ -66,21 +72,22 @@ class CallersCode:
     @property
     def held_up_by(self) -> str:
         """Which code the thread has been in for long, in words; empty if there is none."""
-        running = self._running
-        if running is None or (seconds := self._now() - running[0]) < _LONG_S:
+        seen, seconds = self._seen, self._now() - self._seen_at
+        if seen is None or seen is not self._running or seconds < _LONG_S:
             return ""
-        _, kind, code, room = running
+        kind, code, room = seen
         return f"{kind} {name_of(code)} of room {room}, for {seconds:.1f} s"
 
     def report(self) -> None:
-        """Logs, once, that the thread is held up."""
-        running = self._running
-        if running is not None and running is not self._reported and (held_up_by := self.held_up_by):
-            self._reported = running
+        """Logs, once, that the thread is held up. To be called several times a second, by one thread."""
+        if self._running is not self._seen:
+            self._seen_at, self._is_reported = self._now(), False
+            self._seen = self._running
+        elif not self._is_reported and (held_up_by := self.held_up_by):
+            self._is_reported = True
             log.warning(
                 "a thread of kvferry's has been held up by %s: it must return at once, and what else it would do waits",
                 held_up_by,
-                extra={"room": running[-1]},
             )
 
 
@@ -139,13 +146,14 @@ class Callbacks(Loop):
     def closing(self) -> Closing:
         """Ends the thread: yields what to wait for, and until when. One that is held up goes on alone."""
         self.stop()
-        yield lambda: self._is_in_close or not self._is_alive, self._platform.now() + _LAST_CALLBACKS_S
-        if self._is_alive and not self._is_in_close:
+        yield self._is_over, self._platform.now() + _LAST_CALLBACKS_S
+        if not self._is_over():
             log.warning("closing does not wait for %s", self.held_up_by or "the change callbacks that are left")
 
-    @property
-    def _is_alive(self) -> bool:
-        return any(thread.is_alive for thread in self.threads)
+    def _is_over(self) -> bool:
+        """Whether closing need not wait for the thread, which nobody else looks after by then."""
+        self.report()
+        return self._is_in_close or not any(thread.is_alive for thread in self.threads)
 
     # ---- the thread ---------------------------------------------------------------------------------------------
 
