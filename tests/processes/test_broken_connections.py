@@ -1,12 +1,13 @@
-"""A connection for bytes breaks in the middle of rooms, between real processes over TCP.
+"""A post fails in the middle, or a connection for bytes breaks, between real processes over TCP.
 
-Of two connections that UCX has, one breaks after some bytes, and the decode rank receives 200 Mbit/s: what was sent
-before lands late. However NIXL notices it, in a post or in a poll, nothing of it lands in pages that were given back,
-and every room says why it failed.
+UCX refuses a put among many, or one of its two connections breaks after some bytes, and the decode rank receives 200
+Mbit/s: what was posted before lands late. Nothing of it lands in pages that were given back, and every room says why it
+failed. While a post that raised passed for one of which nothing had been sent, 22 MB of 37 did.
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,13 +30,14 @@ pytestmark = [
 ]
 
 WIRE_BYTES_PER_S = 25e6
-BREAKS_AFTER_BYTES = 1_000_000
+BREAKS_AFTER_BYTES = 3_000_000
+REFUSES_AFTER_PUTS = 700
 QUARANTINE_S = 0.5
 LATE_WRITE_S = 1.5
-ROOMS, PAGES = 6, 24
+PAGES = 144
 # 32 KiB a block: UCX 1.23 crashes where one of two connections breaks that share a block, whoever uses it.
 MODEL = Model(layers=4, heads=8, head_dim=64, page_tokens=16, dtype="float32")
-SHAPE = Shape(pages=ROOMS * PAGES)
+SHAPE = Shape(pages=PAGES)
 
 
 @pytest.fixture
@@ -50,7 +52,7 @@ def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Ran
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-def test_what_was_sent_before_a_connection_broke_lands_in_no_page_that_was_given_back(
+def test_what_was_posted_before_a_failure_lands_in_no_page_that_was_given_back(
     ranks: tuple[RankProcess, RankProcess], path: str
 ):
     prefill, decode = ranks
@@ -61,41 +63,45 @@ def test_what_was_sent_before_a_connection_broke_lands_in_no_page_that_was_given
             "quarantine_s": QUARANTINE_S,
             "path": path,
             "staging_chunk_mib": 0.0625,
+            "nixl_threads": 1,
         }
         (coordinates,) = SHAPE.coordinates()
         prefill.do(Rank.start_prefill, MODEL, SHAPE, coordinates, "prefill", settings)
         decode.do(Rank.start_decode, MODEL, SHAPE, coordinates, "decode", settings)
-        pages = np.random.default_rng(0).permutation(ROOMS * PAGES).reshape(ROOMS, PAGES).tolist()
-        begin_and_end(prefill, decode, {1: pages[0]})
-        assert decode.do(Rank.wait, 1) == 0
+        succeeds(prefill, decode, 1)
         decode.do(Rank.wire_is_slow, WIRE_BYTES_PER_S)
+        if path == "direct":  # a staged write is one put
+            prefill.do(Rank.wire_refuses, REFUSES_AFTER_PUTS)
+            fails_and_nothing_comes_late(prefill, decode, 2, "posting to")
+            succeeds(prefill, decode, 3)  # nothing is wrong with the connection
         prefill.do(Rank.wire_breaks, BREAKS_AFTER_BYTES)
-        rooms = dict(enumerate(pages, start=2))
-        ends = begin_and_end(prefill, decode, rooms)
+        fails_and_nothing_comes_late(prefill, decode, 4, "the connection to .* is gone")
         assert prefill.do(Rank.is_wire_broken)
-        assert "FAILED" in {state for state, _ in ends.values()}
-        assert {room: error for room, (_, error) in ends.items() if "without saying why" in error} == {}
-        time.sleep(LATE_WRITE_S)
-        assert {room: changed for room in rooms if (changed := decode.do(Rank.changed, room))} == {}
         decode.do(Rank.wire_is_slow, 0.0)
-        begin_and_end(prefill, decode, {100: pages[0]})  # over a connection that was made anew
-        assert decode.do(Rank.wait, 100) == 0
+        succeeds(prefill, decode, 5)  # over one that was made anew
         prefill.do(Rank.stop)
         decode.do(Rank.stop)
 
 
-def begin_and_end(prefill: RankProcess, decode: RankProcess, rooms: dict[int, list[int]]) -> dict[int, tuple[str, str]]:
-    """Runs rooms side by side. A failed one's pages are reused as soon as they may be; returns how each has ended."""
-    for room, pages in rooms.items():
-        decode.do(Rank.receive, room, pages, "prefill")
-    for room, pages in rooms.items():
-        prefill.ask(Rank.send, room, pages, [PAGES])
-    for _ in rooms:
-        assert prefill.answer().error is None
-    ends = {}
-    for room in rooms:
-        end = decode.do(Rank.end, room, END_S)
-        ends[room] = end.state, end.error
-        if end.state == "FAILED":
-            assert decode.do(Rank.reuse, room, END_S)
-    return ends
+def begin(prefill: RankProcess, decode: RankProcess, room: int) -> None:
+    """Sends all pages, none of which has the same neighbours on both sides."""
+    pages = np.random.default_rng(room).permutation(PAGES).tolist()
+    decode.do(Rank.receive, room, pages, "prefill")
+    prefill.do(Rank.send, room, pages[::-1], [PAGES])
+
+
+def succeeds(prefill: RankProcess, decode: RankProcess, room: int) -> None:
+    begin(prefill, decode, room)
+    end = decode.do(Rank.end, room, END_S)
+    assert end.state == "SUCCESS", end
+
+
+def fails_and_nothing_comes_late(prefill: RankProcess, decode: RankProcess, room: int, why: str) -> None:
+    """The decode rank reuses the pages as soon as it may, and nobody else writes there."""
+    begin(prefill, decode, room)
+    assert decode.do(Rank.reuse, room, END_S)
+    end = decode.do(Rank.end, room, END_S)
+    assert end.state == "FAILED"
+    assert re.search(why, end.error), end.error
+    time.sleep(LATE_WRITE_S)
+    assert decode.do(Rank.changed, room) == 0

@@ -56,6 +56,13 @@ def breaks(after_bytes: int) -> None:
     call(after_bytes)
 
 
+def refuses(after_puts: int) -> None:
+    """Lets UCX refuse a put of this process after so many others, so that a post fails in the middle."""
+    call = ctypes.CDLL(None).wire_refuses
+    call.argtypes = [ctypes.c_long]
+    call(after_puts)
+
+
 def is_broken() -> bool:
     """Whether one has broken."""
     return bool(ctypes.CDLL(None).wire_is_broken())

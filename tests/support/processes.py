@@ -295,12 +295,16 @@ class Rank:
         return transfer.state.name, transfer.pages_reusable, chunks
 
     def wire_is_slow(self, bytes_per_s: float) -> None:
-        """Receives no faster; as with the two that follow, only in a process that began with that library."""
+        """Receives no faster; as with the three that follow, only in a process that began with that library."""
         broken_wire.is_slow(bytes_per_s)
 
     def wire_breaks(self, after_bytes: int) -> None:
         """Breaks the first connection that has sent so many bytes from now on."""
         broken_wire.breaks(after_bytes)
+
+    def wire_refuses(self, after_puts: int) -> None:
+        """Lets a post fail in the middle: UCX refuses a put after so many from now on."""
+        broken_wire.refuses(after_puts)
 
     def is_wire_broken(self) -> bool:
         return broken_wire.is_broken()

@@ -130,7 +130,13 @@ class ToyTransport(RangeTransport[ToyConnection]):
     """Moves bytes over TCP, and promises nothing: nothing was measured."""
 
     name = "toy"
-    promises = Promises(can_abort=False, fenced_by_deregistration=False, fenced_by_death=False, keeps_order=False)
+    promises = Promises(
+        can_abort=False,
+        fenced_by_deregistration=False,
+        fenced_by_death=False,
+        keeps_order=False,
+        posts_all_or_nothing=False,
+    )
     may_deliver_late = True
     diagnosis = ToyDiagnosis()
 
