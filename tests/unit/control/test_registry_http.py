@@ -23,6 +23,7 @@ from starlette.responses import JSONResponse
 from tests.support.http import Served
 from tests.support.http_answers import answering, http_answer, nested_gzip
 from tests.support.ports import held_port
+from tests.support.proxy import ControlProxy
 from tests.support.registered_ranks import rank
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
@@ -407,6 +408,15 @@ class TestClient:
                 pytest.raises(RegistryUnreachableError, match="Timeout"),
             ):
                 client.health()
+
+    def test_a_connection_that_is_lost_without_a_word_costs_one_answer(self, server: RegistryServer):
+        with ControlProxy() as proxy, RegistryClient(f"http://127.0.0.1:{proxy.port}", timeout_s=1.0) as client:
+            proxy.target = server.address[1]
+            assert client.health()
+            proxy.forget()
+            with pytest.raises(RegistryUnreachableError, match="Timeout"):
+                client.health()
+            assert client.health(), "through a new connection"
 
     def test_an_answer_that_trickles_is_given_up_in_time(self):
         with socket.create_server(("127.0.0.1", 0)) as listener:

@@ -7,6 +7,7 @@ from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.runtime.rests import LONGEST_S
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.observe.logs import report_silence
+from kvferry.observe.observer import Retry
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.time_awake import Lateness
 
@@ -17,6 +18,7 @@ class Heartbeats:
     def __init__(self, context: DecodeContext, links: Links) -> None:
         """Begins with nobody silent."""
         self._settings = context.settings
+        self._observer = context.observer
         self._links = links
         self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
         self._lateness = Lateness()
@@ -55,6 +57,7 @@ class Heartbeats:
         """
         renewed = self._links.connections.renew_silent(now, self._settings.peer_timeout_s / 2)
         for address in renewed:
+            self._observer.retried(Retry.CONNECT)
             self.broke(address, now)
         return bool(renewed)
 
