@@ -28,7 +28,7 @@ NUMBERS = pytest.mark.parametrize(
 def said(side: str, phase: str, numbers: tuple[int, ...]) -> list[dict[str, Any]]:
     """What processes with so many files to spare say of themselves."""
     command = [sys.executable, "-m", "tests.support.few_files", side, phase, *map(str, numbers)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=60 * len(numbers) + 60, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, timeout=120 * len(numbers) + 60, check=True)
     answers = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["spare"] for each in answers] == list(numbers)
     return answers

@@ -46,7 +46,7 @@ def ranks() -> Iterator[list[RankProcess]]:
 
 
 @pytest.mark.parametrize(
-    ("count", "seconds"), [(1500, 2.0), pytest.param(10_000, 12.0, marks=pytest.mark.full)], ids=["some", "many"]
+    ("count", "seconds"), [(4000, 5.0), pytest.param(10_000, 12.0, marks=pytest.mark.full)], ids=["some", "many"]
 )
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.skipif(REAL.name != "nixl", reason="the ports are NIXL's")

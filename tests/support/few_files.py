@@ -26,7 +26,7 @@ from kvferry.control import registry_app
 from kvferry.errors import KVFerryError
 from kvferry.transport.nixl import bindings
 
-_LONGEST_S = 60
+_LONGEST_S = 120
 _CONNECT_S = 5.0
 
 

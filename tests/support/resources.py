@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import re
+import resource
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,3 +78,19 @@ def resources(pid: int | str = "self") -> Resources:
     mapped = Counter(map(_shape, paths))
     pages = int((root / "statm").read_text().split()[1])
     return Resources(threads, descriptors, mapped, pages * os.sysconf("SC_PAGE_SIZE"))
+
+
+@contextmanager
+def only_descriptors(spare: int) -> Iterator[None]:
+    """Leaves this process so many file descriptors and no more."""
+    with ExitStack() as opened:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
+        files = []
+        with contextlib.suppress(OSError):
+            while True:
+                files.append(opened.enter_context(open(os.devnull)))
+        for file in files[:spare]:
+            file.close()
+        yield

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import resource
 import select
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 import psutil
 import pytest
 import zmq
+from tests.support.resources import only_descriptors
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.channel import ConnectedChannel, ListeningChannel, most_connections
@@ -319,22 +319,6 @@ def test_a_process_with_few_files_has_fewer_connections(monkeypatch: pytest.Monk
     for soft, expected in ((1024, 384), (1 << 20, 4608), (resource.RLIM_INFINITY, 4608)):
         monkeypatch.setattr(resource, "getrlimit", lambda _, soft=soft: (soft, soft))
         assert most_connections(4096) == expected
-
-
-@contextmanager
-def only_descriptors(spare: int) -> Iterator[None]:
-    """Leaves this process so many file descriptors and no more."""
-    with ExitStack() as opened:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1024), hard))
-        files = []
-        with contextlib.suppress(OSError):
-            while True:
-                files.append(opened.enter_context(open(os.devnull)))
-        for file in files[:spare]:
-            file.close()
-        yield
 
 
 @pytest.mark.parametrize("credentials", [None, FRIENDS], ids=["open", "secret"])

@@ -21,6 +21,7 @@ import pytest
 import trustme
 from tests.support.http_answers import http_answer
 from tests.support.registries import counted_registrations
+from tests.support.resources import only_descriptors
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.construction import create_registry, create_registry_client
@@ -265,6 +266,20 @@ class TestConnectionsThatStay:
             assert rank.register(RANK) == 10.0
             assert ended(stranger)
             assert not rank.has_hung_up
+
+    def test_without_a_file_left_connections_are_refused_and_wait_for_nothing(self, caplog: pytest.LogCaptureFixture):
+        with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
+            assert client.engines() == ()
+            strangers = [socket.socket() for _ in range(5)]
+            with only_descriptors(0):
+                for connection in strangers:
+                    connection.connect(server.address)
+                assert all(ended(connection) for connection in strangers)
+            for connection in strangers:
+                connection.close()
+            with RegistryClient(server.url) as another:
+                assert another.register(RANK) == 10.0
+        assert "out of system resource" not in caplog.text
 
     def test_a_request_that_meets_a_connection_as_it_ends_is_asked_again(self):
         answers = http_answer(b'{"engines": []}'), b""
