@@ -1287,4 +1287,11 @@ CATALOGUE = (
         "            if True:\n                earlier",
         "tests/simulation/test_interleaved_rooms.py",
     ),
+    PlantedFault(
+        "what is remembered again is gone for a moment",
+        "protocol/bounded.py",
+        "    remembered[key] = value\n    remembered.move_to_end(key)\n",
+        "    remembered.pop(key, None)\n    remembered[key] = value\n",
+        "tests/simulation/test_interleaved_memory.py",
+    ),
 )

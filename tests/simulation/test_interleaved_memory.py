@@ -26,7 +26,11 @@ from kvferry.endpoint.runtime import timers
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.layout import Device, Region
 from kvferry.observe.observer import Observer
+from kvferry.protocol import bounded
+from kvferry.protocol.links import spoken_versions
+from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.wire.versions import Versions
 from kvferry.staging import StagingMemory, rings, slots, waiting
 from kvferry.staging.rings import PeerMemory, SharedRing
 from kvferry.staging.slots import Slot, SourceMemory
@@ -291,6 +295,33 @@ def test_failed_writes_of_several_workers_have_numbers_of_their_own():
         return check
 
     explore(scenario, instructions=[prefill_context])
+
+
+def test_who_was_broken_off_and_who_has_spoken_is_never_forgotten_while_it_is_noted_again():
+    """Workers look without a lock."""
+
+    def scenario(schedule: Schedule) -> Check:
+        broken_off, spoken = BrokenOff(), SpokenVersions(Versions(oldest=1, newest=3))
+        broken_off.add("d0")
+        spoken.record("d0", 3)
+        seen: list[object] = []
+
+        def note_again() -> None:
+            broken_off.add("d0")
+            spoken.record("d0", 3)
+
+        def look() -> None:
+            seen.append(("d0" in broken_off, broken_off.last_failure_to("d0") > 0, spoken.of("d0")))
+
+        schedule.thread(note_again)
+        schedule.thread(look)
+
+        def check() -> None:
+            assert seen == [(True, True, 3)]
+
+        return check
+
+    explore(scenario, instructions=[bounded, prefill_context, spoken_versions])
 
 
 def test_work_for_the_decode_endpoints_thread_is_found_when_that_is_woken():

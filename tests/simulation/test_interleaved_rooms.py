@@ -26,6 +26,7 @@ from kvferry.protocol.rooms import room_table
 from kvferry.protocol.wire.messages import AbortRoom, Attach, OpenRoom
 from kvferry.settings import Settings
 
+SETTINGS = Settings()
 RANK = SimpleNamespace(can_be_beside=lambda ranks: False)
 
 
@@ -132,7 +133,7 @@ def sending_rooms(answers: Answers) -> SendingRooms:
     ranks: Any = SimpleNamespace(attachment=lambda name: attachment, given_up=lambda name: None, rank=lambda name: RANK)
     context: Any = SimpleNamespace(
         identity=SimpleNamespace(engine="p", layout=LAYOUT, coordinates=Shape().coordinates()[0], endpoint="p0"),
-        settings=Settings(),
+        settings=SETTINGS,
         now=lambda: 0.0,
         engine_rank=0,
         observer=Observer(),

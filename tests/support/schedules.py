@@ -57,11 +57,11 @@ class _Task:
     waits_for: ScheduledLock | None = None
     deadline: float | None = None  # of that wait
     has_ended: bool = False
-    where: str = "its beginning"
+    at: tuple[str, int] = "its beginning", 0  # the function, and the line
 
     @property
-    def may_go_on(self) -> bool:
-        return not self.has_ended and (self.waits_for is None or not self.waits_for.is_held)
+    def where(self) -> str:
+        return f"{self.at[0]}, line {self.at[1]}"
 
 
 class ScheduledLock:
@@ -209,7 +209,7 @@ class Schedule:
 
     def _point(self, frame: FrameType) -> None:
         assert self._running is not None
-        self._running.where = f"{frame.f_code.co_name}, line {frame.f_lineno}"
+        self._running.at = frame.f_code.co_name, frame.f_lineno
         self.point()
 
     def point(self) -> None:
@@ -260,15 +260,19 @@ class Schedule:
     def _next(self, before: _Task | None) -> _Task | None:
         if self._found is not None:  # all are to end
             return next((task for task in self._tasks if task.has_begun and not task.has_ended), None)
-        able = [task for task in self._tasks if task.may_go_on]
+        able: list[_Task] = []
+        late: list[_Task] = []
+        for task in self._tasks:
+            if not task.has_ended and (task.waits_for is None or not task.waits_for.is_held):
+                able.append(task)
+            elif task.deadline is not None:
+                late.append(task)
         if not able:
             return self._after_a_wait()
-        late = [task for task in self._tasks if task.deadline is not None and task not in able]
         if len(able) == 1 and not late:
             return able[0]
-        is_preempted = before is not None and before.may_go_on
-        default = before if is_preempted else able[0]
-        assert default is not None
+        is_preempted = before in able
+        default = before if before is not None and is_preempted else able[0]
         chosen = self._tasks[self._turns.get(len(self.choices), default.number)]
         assert chosen in able or chosen in late, "the scenario is another than before"
         others = [(task.number, is_preempted) for task in able] + [(task.number, True) for task in late]
