@@ -103,7 +103,7 @@ class Ignored:
     def done(self, _: TransferReport) -> None:
         pass
 
-    def failed(self, _: Exception) -> None:
+    def failed(self, _: Exception, *, is_read: bool) -> None:
         pass
 
     def settled(self, _: Exception) -> None:

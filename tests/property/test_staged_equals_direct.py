@@ -27,6 +27,7 @@ from tests.support.tiers import examples
 
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask
+from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import MessageError
@@ -226,7 +227,7 @@ class Receiving:
                 groups=message.groups,
                 tokens=message.tokens,
                 depends_on=message.depends_on,
-                receiver=Receiver(message.room, abort=lambda reason: None, now=0.0),
+                receiver=Receiver(message.room, lambda reason: None, Callbacks(SystemPlatform(), "nobody"), 0.0),
                 places=UnitPlaces(destination, message.groups, message.tokens),
             )
         self._room = pair.rooms[key]
@@ -241,7 +242,7 @@ class Receiving:
         assert self.ring.take(span)
         self._scatterers.submit(ScatterTask(self._room, 0.0, self.ring, span, message))
 
-    def _done(self, task: ArrivalTask, _: PlacedRecord, error: Exception | None) -> None:
+    def _done(self, task: ArrivalTask, _: PlacedRecord, error: BaseException | None) -> None:
         if error is not None:
             raise error
         task.give_back()

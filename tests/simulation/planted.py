@@ -31,6 +31,7 @@ from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
+from kvferry.endpoint.runtime.callers_code import CallersCode
 from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
@@ -48,7 +49,13 @@ from kvferry.protocol.transfer import receiver, sender, sender_events
 from kvferry.protocol.transfer.both_sides import Tick
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import ConnectFailed, PartPlaced, ReceiverCommand, ReceiverEvent
+from kvferry.protocol.transfer.receiver_events import (
+    ConnectFailed,
+    PartPlaced,
+    ReceiverCommand,
+    ReceiverEvent,
+    SenderDrained,
+)
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
@@ -501,10 +508,10 @@ def _failed_writes_keep_their_leave(patch: pytest.MonkeyPatch) -> None:
     """What was admitted and has failed counts as on its way for ever."""
     right = DirectWrite.failed
 
-    def failed(write: DirectWrite, error: Exception) -> None:
+    def failed(write: DirectWrite, error: Exception, *, is_read: bool) -> None:
         with pytest.MonkeyPatch.context() as inner:
             inner.setattr(Admission, "give_back", lambda *arguments: None)
-            right(write, error)
+            right(write, error, is_read=is_read)
 
     patch.setattr(DirectWrite, "failed", failed)
 
@@ -741,8 +748,8 @@ def _settled_at_once(kind: type[DirectWrite | StagedPart], trust: Plant) -> Plan
         trust(patch)
         failed, settled = kind.failed, kind.settled
 
-        def both(write: Any, error: Exception) -> None:
-            failed(write, error)
+        def both(write: Any, error: Exception, *, is_read: bool) -> None:
+            failed(write, error, is_read=is_read)
             settled(write, error)
 
         patch.setattr(kind, "failed", both)
@@ -755,7 +762,7 @@ def _drained_trusted_at_once(patch: pytest.MonkeyPatch) -> None:
     """A decode rank that was frozen believes `Drained` before it has read its sockets."""
     right = ReceiverMachine._drained
     patch.setattr(
-        ReceiverMachine, "_drained", lambda machine, rank, *, after_failure: right(machine, rank, after_failure=False)
+        ReceiverMachine, "_drained", lambda machine, event: right(machine, replace(event, after_failure=False))
     )
 
 
@@ -773,11 +780,11 @@ def _second_drained_believed(patch: pytest.MonkeyPatch) -> None:
     """Whoever says twice that a write failed and nothing follows is believed at once."""
     right = ReceiverMachine._drained
 
-    def drained(machine: ReceiverMachine, rank: int, *, after_failure: bool) -> list[ReceiverCommand]:
-        writer = machine._expected.get(rank)
+    def drained(machine: ReceiverMachine, event: SenderDrained) -> list[ReceiverCommand]:
+        writer = machine._expected.get(event.writer)
         if writer is not None and writer.is_settling:
             writer.is_drained = True
-        return right(machine, rank, after_failure=after_failure)
+        return right(machine, event)
 
     patch.setattr(ReceiverMachine, "_drained", drained)
 
@@ -863,15 +870,17 @@ def _refused_by_silence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _readiness_assumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unread_chunks, "Awaited", lambda _, then: Awaited(lambda: True, then))
+    patch.setattr(unread_chunks, "Awaited", lambda _, then, room: Awaited(lambda: True, then, room))
 
 
 def _joined_unready(patch: pytest.MonkeyPatch) -> None:
     """Whatever waits behind a chunk whose signal has come is taken with it."""
     original = UnreadChunks.signalled
 
-    def signalled(unread: UnreadChunks, error: Exception | None, now: float) -> Exception | None:
-        raised = original(unread, error, now)
+    def signalled(
+        unread: UnreadChunks, error: BaseException | None, now: float, code: CallersCode
+    ) -> BaseException | None:
+        raised = original(unread, error, now, code)
         while unread._unready:
             unread._add_ready(unread._unready.popleft(), now)
         return raised

@@ -145,6 +145,13 @@ def sending_rooms(answers: Answers) -> SendingRooms:
     return SendingRooms(context, ranks, NOTHING, unasked)
 
 
+def opened_in(made: SendingRooms) -> Any:
+    """Opens room 1, and returns it."""
+    room = made.made(1, None, None, None)
+    made.add(room)
+    return room
+
+
 REQUEST = OpenRoom(room=1, generation=5, receivers=1, tokens=None, groups=())
 
 
@@ -160,7 +167,7 @@ def test_an_open_request_and_the_caller_find_each_other_whoever_is_first(given: 
         answers = Answers()
         made = sending_rooms(answers)
         opened: list[Any] = []
-        schedule.thread(lambda: opened.append(made.open(1, None, None, None)))
+        schedule.thread(lambda: opened.append(opened_in(made)))
         schedule.thread(lambda: made.take_open("d0", REQUEST))
 
         def check() -> None:
@@ -183,7 +190,7 @@ def test_an_open_request_is_answered_though_the_endpoint_closes(given: Callable[
 
         def open_room() -> None:
             with contextlib.suppress(EndpointClosedError):
-                opened.append(made.open(1, None, None, None))
+                opened.append(opened_in(made))
 
         def control() -> None:
             made.take_open("d0", REQUEST)

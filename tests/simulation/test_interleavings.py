@@ -26,6 +26,8 @@ from kvferry.endpoint.prefill import admission
 from kvferry.endpoint.prefill.admission import Admission, Admitted
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime import run_queue
+from kvferry.endpoint.runtime.callers_code import Callbacks
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import QueueFullError
@@ -158,7 +160,7 @@ class Recorder(Actor):
         if len(self.handled) == self._expected:
             self._stop()
 
-    def broke(self, error: Exception, worker: Any) -> None:
+    def broke(self, error: BaseException, worker: Any) -> None:
         raise error
 
 
@@ -317,6 +319,7 @@ def sender(hand_in: Callable[[HandedIn], None], *, most_waiting: int = 100) -> S
         ChunkSequence(1, LAYOUT.groups, LAYOUT.shards),
         hand_in,
         lambda reason: None,
+        Callbacks(SystemPlatform(), "nobody"),
         settle=None,
         most_waiting=most_waiting,
         now=lambda: 0.0,

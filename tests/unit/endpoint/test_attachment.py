@@ -149,7 +149,7 @@ def test_a_write_that_measures_and_hangs_is_remembered_once_it_fails():
         name="d0", broken_off=lambda: log.append("broken off"), post=lambda _: log.append("over")
     )
     write = HangingWrite(peer, TransferHandle(), Mock())
-    write.failed(TransportError("it broke"))
+    write.failed(TransportError("it broke"), is_read=False)
     assert log == ["broken off"]
     write.settled(TransportError("it broke"))
     assert log == ["broken off", "over"]

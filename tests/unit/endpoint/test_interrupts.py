@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 from tests.support.engines import WAIT_S, Requests
@@ -54,7 +55,7 @@ def both(pair: Callable[..., Requests]) -> Both:
 def interruptions(call: Callable[[int], object]) -> Iterator[int]:
     """Calls something with one number after the other, interrupted ever later; yields those that were."""
     for number in itertools.count(1):
-        if not interrupted_at(number, lambda number=number: call(number)):
+        if not interrupted_at(number, partial(call, number)):
             assert number > 3, "nothing was interrupted"
             return
         yield number
@@ -74,7 +75,7 @@ def test_a_decode_room_whose_opening_is_interrupted_anywhere_ends_and_its_number
 def test_a_prefill_room_whose_opening_is_interrupted_anywhere_ends_and_so_does_the_one_that_waits_for_it(both: Both):
     for room in itertools.count(1):
         receiver = both.awaited(room)
-        if not interrupted_at(room, lambda room=room: both.prefill.open(room)):
+        if not interrupted_at(room, partial(both.prefill.open, room)):
             break
         eventually("no room is left of it", lambda: not both.prefill.open_rooms)
         eventually(
@@ -94,7 +95,7 @@ def test_a_prefill_room_whose_opening_is_interrupted_anywhere_ends_and_so_does_t
 def test_a_chunk_whose_submitting_is_interrupted_anywhere_fails_its_room_or_is_sent_once(both: Both):
     for room in itertools.count(1):
         receiver, sender = both.open_decode(room), both.prefill.open(room)
-        if not interrupted_at(room, lambda sender=sender: sender.submit(PAGES, last=True)):
+        if not interrupted_at(room, partial(sender.submit, PAGES, last=True)):
             break
         with contextlib.suppress(ChunkError):  # where it was taken
             sender.submit(PAGES, last=True)  # it is sent where nothing had happened yet, and dropped where all fails
@@ -124,7 +125,7 @@ def test_a_refusal_that_is_interrupted_anywhere_leaves_no_decode_room_for_ever(p
     waiting = []
     for room in itertools.count(1):
         waiting.append(both.awaited(room))
-        if not interrupted_at(room, lambda room=room: both.prefill.refuse(room, "no memory")):
+        if not interrupted_at(room, partial(both.prefill.refuse, room, "no memory")):
             break
         both.prefill.refuse(room, "no memory")
         eventually("none is pending", lambda: not both.prefill.status().load.pending_rooms)

@@ -150,7 +150,7 @@ class RareTroubles:
         if draw.random() < 0.5:
             self._adversary.hold_up(transfer)
             self._hanging.append(transfer)
-            raise WriteHangsError(transfer, 0.0)
+            raise WriteHangsError(transfer, "did not end in time")
         self._adversary.break_off(transfer, draw, within_s=_MEASURED_WITHIN_S)
         transfer.source.poll(transfer)
 
