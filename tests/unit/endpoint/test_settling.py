@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
+from threading import Event
 from typing import Any
 
 import pytest
+from msgspec import structs
+from tests.support.engines import WAIT_S, Requests
 from tests.support.transports import NOTHING
 from tests.support.watched import Watched
 
@@ -15,6 +18,7 @@ from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import TransportError
+from kvferry.protocol.wire.messages import Attached
 from kvferry.transport import TransferHandle
 
 SETTLE_S = 0.2
@@ -145,3 +149,18 @@ def test_a_write_whose_post_raises_may_arrive_and_be_read_unless_the_transport_p
         worker.turn(may_wait=False)
     assert notes[1:] == ([] if promises else [("settled", "half-way")])
     assert transport.released == 0
+
+
+def test_a_rank_that_attaches_waits_for_its_last_failed_write_and_for_no_earlier_one(pair: Callable[..., Requests]):
+    requests = pair(quarantine_s=0.3)
+    context = requests.decode.endpoints[0]._driver.context
+    quarantine = requests.decode.endpoints[0]._driver.rooms.links.quarantine
+    attached = Attached(endpoint="p0", attempt=1, only_staged=False, last_failure=1)
+    another = structs.replace(attached, attempt=2, last_failure=2)
+    assert quarantine.has_settled(structs.replace(attached, last_failure=0))
+    assert not quarantine.has_settled(attached)
+    has_settled = Event()
+    context.submit(lambda _: quarantine.settle(attached, has_settled.set))
+    assert has_settled.wait(WAIT_S)
+    assert quarantine.has_settled(attached)
+    assert not quarantine.has_settled(another), "what that write had sent may still arrive"

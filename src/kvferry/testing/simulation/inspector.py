@@ -71,6 +71,7 @@ _TELLS_UNLESS = frozenset(
         "leave",
         "unproved end",
         "silent line",
+        "second start",
         "close waits",
     }
 )  # then who is to be told may be out of reach, or take its peer for lost
