@@ -154,3 +154,14 @@ def test_a_write_that_measures_and_hangs_is_remembered_once_it_fails():
     write.settled(TransportError("it broke"))
     assert log == ["broken off", "over"]
     assert write.receiver == "d0"
+
+
+def test_no_write_begins_once_lists_are_being_given_back(attached: Attachment):
+    unused: list[str] = []
+    assert attached.begin_write()
+    attached.retire(lambda: unused.append("now"))
+    assert not attached.begin_write()
+    assert not unused, "a write uses them still"
+    attached.end_write()
+    assert unused == ["now"]
+    assert not attached.begin_write()
