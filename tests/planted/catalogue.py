@@ -267,10 +267,10 @@ CATALOGUE = (
     PlantedFault(
         "a sub-chunk is scattered before it has arrived: its notification goes beside the write, and not behind it",
         "endpoint/prefill/staged_writes.py",
-        "context.encoded(self.command.receiver, gathered.notification),",
-        "context.transport.notify(\n"
-        "                    self.command.receiver, context.encoded(self.command.receiver, gathered.notification)\n"
-        '                ) or b"",',
+        "notification = context.encoded(self.command.receiver, gathered.notification)",
+        "notification = context.transport.notify(\n"
+        "                self.command.receiver, context.encoded(self.command.receiver, gathered.notification)\n"
+        '            ) or b""',
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
@@ -1078,8 +1078,8 @@ CATALOGUE = (
     PlantedFault(
         "the lock is dropped around handing a chunk in",
         "endpoint/transfer.py",
-        "            self._hand_in(chunk)\n        self._report",
-        "        self._hand_in(chunk)\n        self._report",
+        "                self._hand_in(chunk)\n            self._report",
+        "            self._hand_in(chunk)\n            self._report",
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1120,8 +1120,8 @@ CATALOGUE = (
     PlantedFault(
         "the lock is dropped where a turn ends",
         "endpoint/runtime/run_queue.py",
-        "            with self._lock:\n                self._is_queued = bool",
-        "            if True:\n                self._is_queued = bool",
+        "            with self._lock:\n                self._is_running = False",
+        "            if True:\n                self._is_running = False",
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1293,6 +1293,7 @@ CATALOGUE = (
         "    remembered[key] = value\n    remembered.move_to_end(key)\n",
         "    remembered.pop(key, None)\n    remembered[key] = value\n",
         "tests/simulation/test_interleaved_memory.py",
+    ),
     PlantedFault(
         "layers with a gap between them leave as if there were none",
         "plan/requests/joining.py",
