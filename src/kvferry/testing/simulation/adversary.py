@@ -102,6 +102,8 @@ class Adversary:
         self.excuse_all(f"{what} failed")
         if what == "connect":  # whoever waits for the same link soon after fails with it
             self.upset_until(self._world.now + RECOVERY_S)
+        if what == "post":  # nothing says that nothing is on its way: the two connect anew, and wait before that
+            self.upset_until(self._world.now + 2 * WAITS.quarantine_s + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
 
     def copying_fails(self) -> Exception | None:
@@ -283,15 +285,19 @@ class Adversary:
         self._world.wire.fail(transfer, problem, sent=sent)
         self.ends_soon(transfer, draw, within_s=within_s)
 
-    def excused_break(self, transfer: SimulatedHandle, draw: random.Random) -> Exception:
-        """Excuses what suffers from a write's failure, and returns why it fails."""
+    def excused_break(self, transfer: SimulatedHandle, draw: random.Random, *, is_given_up: bool = False) -> Exception:
+        """Excuses what suffers from a write's failure, and returns why it fails.
+
+        Args:
+            is_given_up: whether its two ranks have to connect anew, whatever it fails with.
+        """
         self.excuse_all("a write failed")
         # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
         kind = draw.choice([TransportError, PeerDisconnectedError])
         both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         self.broken_off.add(both)
         settled_at = max(self._world.now + WAITS.quarantine_s, both[1].thaws_at or 0.0) + WAITS.quarantine_s
-        if kind is PeerDisconnectedError:
+        if is_given_up or kind is PeerDisconnectedError:
             self.upset_until(self._world.now + RECOVERY_S)
             self.kept_until[both] = settled_at + RECOVERY_S
         elif not transfer.notification or isinstance(decode_notification(transfer.notification), StagedArrived):

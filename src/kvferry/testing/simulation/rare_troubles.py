@@ -118,7 +118,7 @@ class RareTroubles:
             return None
         self._of_posts.shuffle(transfer.left)
         del transfer.left[self._of_posts.randint(0, len(transfer.left)) :]
-        problem = self._adversary.excused_break(transfer, self._of_posts)
+        problem = self._adversary.excused_break(transfer, self._of_posts, is_given_up=True)
         self._adversary.ends_soon(transfer, self._of_posts)
         return problem
 
