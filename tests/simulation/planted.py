@@ -16,9 +16,11 @@ from msgspec import structs
 from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
 from kvferry.endpoint.decode.arrivals import Arrivals
+from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.refused_rooms import Refusals
+from kvferry.endpoint.decode.repetition import Repetition
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill import unread_chunks
 from kvferry.endpoint.prefill.admission import Admission
@@ -31,7 +33,7 @@ from kvferry.endpoint.prefill.peers import DecodePeer
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
-from kvferry.endpoint.runtime.callers_code import CallersCode
+from kvferry.endpoint.runtime.callers_code import Callbacks, CallersCode
 from kvferry.endpoint.runtime.ready_signals import Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
@@ -888,6 +890,38 @@ def _joined_unready(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(UnreadChunks, "signalled", signalled)
 
 
+# ---- what is mended where it was broken ----------------------------------------------------------------------------
+
+
+def _nothing_posted(patch: pytest.MonkeyPatch) -> None:
+    """A post that raises is taken for one of which nothing is on its way."""
+    patch.setattr(Worker, "post_raised", lambda worker, write, error: write.settled(error))
+
+
+def _silence_kept(patch: pytest.MonkeyPatch) -> None:
+    """A connection that nothing comes through is kept as long as no break is reported."""
+    patch.setattr(Connections, "renew_silent", lambda connections, now, limit_s: [])
+
+
+def _asked_for_ever(patch: pytest.MonkeyPatch) -> None:
+    """Whoever does not answer is asked for ever, and kept for that."""
+    patch.setattr(
+        Repetition,
+        "begun",
+        lambda now, settings, *, keep_s: Repetition(float("inf"), now, settings.heartbeat_interval_s, 1.0),
+    )
+
+
+def _replaced_goes_on(patch: pytest.MonkeyPatch) -> None:
+    """A prefill rank whose place another one has taken keeps its decode ranks."""
+    patch.setattr(PrefillDriver, "_look_whether_replaced", lambda driver: None)
+
+
+def _callbacks_raise(patch: pytest.MonkeyPatch) -> None:
+    """What a change callback raises is not caught."""
+    patch.setattr(Callbacks, "call", lambda callbacks, callback, room: callback())
+
+
 # ---- releases beside each other --------------------------------------------------------------------------------------
 
 
@@ -978,6 +1012,11 @@ PLANTED: dict[str, Plant] = {
     "a refusal of the prefill side is told nobody": _refused_by_silence,
     "layers read before they are ready": _readiness_assumed,
     "layers join others before they are ready": _joined_unready,
+    "a post that raises is taken for nothing posted": _nothing_posted,
+    "a silent connection is kept": _silence_kept,
+    "who does not answer is asked for ever": _asked_for_ever,
+    "a replaced prefill rank keeps its decode ranks": _replaced_goes_on,
+    "what a change callback raises is not caught": _callbacks_raise,
     "older prefill ranks spoken to in the newest version": _spoken_to_in_the_newest_version,
     "older decode ranks answered in the newest version": _answered_in_the_newest_version,
     "drained with rooms open": _drained_with_rooms_open,
@@ -1013,6 +1052,11 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
     "drained with rooms open": frozenset({"leave"}),
+    "a post that raises is taken for nothing posted": frozenset({"raising post"}),
+    "a silent connection is kept": frozenset({"silent line"}),
+    "who does not answer is asked for ever": frozenset({"unproved end"}),
+    "a replaced prefill rank keeps its decode ranks": frozenset({"second start"}),
+    "what a change callback raises is not caught": frozenset({"change callback"}),
     "failed measurements forgotten": frozenset({"measuring write"}),
     "who waits for a link is not told of the close": frozenset({"close waits"}),
 }
