@@ -139,7 +139,7 @@ def pairs() -> Iterator[Pairs]:
     begun.close()
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=12, full=2)
 @pytest.mark.parametrize("loss", list(LOSSES))
 @EVERYWHERE
 def test_an_idle_connection_that_is_lost_is_made_anew(pairs: Pairs, path: str, secret: str, loss: str):
@@ -148,7 +148,7 @@ def test_an_idle_connection_that_is_lost_is_made_anew(pairs: Pairs, path: str, s
         assert pair.healed_after(time.monotonic()) < 2 * PEER_TIMEOUT_S
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=12, full=2)
 @pytest.mark.parametrize("loss", list(LOSSES))
 @EVERYWHERE
 def test_rooms_that_are_half_way_when_a_connection_is_lost_end_well(pairs: Pairs, path: str, secret: str, loss: str):
@@ -161,7 +161,7 @@ def test_rooms_that_are_half_way_when_a_connection_is_lost_end_well(pairs: Pairs
         assert pair.healed_after(since) < 2 * PEER_TIMEOUT_S
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=12, full=2)
 @pytest.mark.parametrize("is_busy", [False, True], ids=["idle", "busy"])
 @EVERYWHERE
 def test_after_a_black_hole_nothing_goes_through_what_was_lost_in_it(
@@ -183,7 +183,7 @@ def test_after_a_black_hole_nothing_goes_through_what_was_lost_in_it(
             assert room.target.do(Rank.wait_reusable, room.number, END_S)
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=6, full=2)
 @pytest.mark.parametrize("path", list(SETTINGS))
 @pytest.mark.parametrize("ahead", [0, 1, 1 << 40], ids=["same", "next", "far-ahead"])
 def test_one_connection_of_a_stranger_under_a_decode_ranks_name_ends_nothing(pairs: Pairs, path: str, ahead: int):
@@ -203,7 +203,7 @@ def test_one_connection_of_a_stranger_under_a_decode_ranks_name_ends_nothing(pai
         assert pair.healed_after(since) < 2 * PEER_TIMEOUT_S
 
 
-@pytest.mark.sampled(one_in=4)
+@pytest.mark.sampled(one_in=6, full=2)
 @EVERYWHERE
 def test_a_prefill_rank_that_is_frozen_for_long_has_one_connection_at_a_time(pairs: Pairs, path: str, secret: str):
     with pairs.get(path, secret) as pair:

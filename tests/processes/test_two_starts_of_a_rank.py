@@ -17,6 +17,7 @@ from kvferry.errors import TransferFailedError
 skip_unless_installed()
 
 
+@pytest.mark.full
 def test_the_rooms_of_the_first_end_with_the_reason_and_the_second_serves_the_next():
     engine, memory = new_engine_name("twice"), pool(Model(), Shape(), RankCoordinates())
     with RegistryServer(port=0, lease_s=1.0) as registry:

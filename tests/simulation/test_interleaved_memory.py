@@ -166,9 +166,9 @@ class Parts:
     def is_through(self) -> bool:
         return False
 
-    def post(self, slot: Slot, memory: SourceMemory, span: Span, *, ready_at: float | None) -> Any:
+    def post(self, slot: Slot, span: Span, worker: Any, *, ready_at: float | None) -> Any:
         self.posted.append(span)
-        memory.give_back(slot)
+        worker.memory.give_back(slot)
         return SimpleNamespace(result=None)
 
 

@@ -105,6 +105,7 @@ class Room:
 
     failed_alone = False
     error = None
+    deadline = None
 
     def __init__(self, machine: Any, *others: Any, **given: Any) -> None:
         self.room = machine.room
@@ -124,7 +125,7 @@ class Answers:
     def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
         self.failed.append(error)
 
-    def tell_drained(self, receiver: str, room: int, generation: int, *, after_failure: bool) -> None:
+    def tell_drained(self, receiver: str, room: int, generation: int, **_: object) -> None:
         self.drained.append(room)
 
 

@@ -27,7 +27,6 @@ from kvferry.endpoint.prefill.admission import Admission, Admitted
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.callers_code import Callbacks
-from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import QueueFullError
@@ -312,6 +311,22 @@ def test_a_waker_finds_what_is_handed_in_while_it_goes_to_rest():
 # ---- chunks of a caller
 
 
+class AtOnce(Callbacks):
+    """Calls back where the change is made: which thread does is nothing that this module is about."""
+
+    def __init__(self) -> None:
+        pass
+
+    def start(self) -> None:
+        pass
+
+    def post(self, work: Callable[[], None]) -> None:
+        work()
+
+    def call(self, callback: Callable[[], None], room: int) -> None:
+        callback()
+
+
 def sender(hand_in: Callable[[HandedIn], None], *, most_waiting: int = 100) -> Sender:
     observer = Observer()
     return Sender(
@@ -319,7 +334,7 @@ def sender(hand_in: Callable[[HandedIn], None], *, most_waiting: int = 100) -> S
         ChunkSequence(1, LAYOUT.groups, LAYOUT.shards),
         hand_in,
         lambda reason: None,
-        Callbacks(SystemPlatform(), "nobody"),
+        AtOnce(),
         settle=None,
         most_waiting=most_waiting,
         now=lambda: 0.0,

@@ -41,6 +41,12 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     logging.getLogger(name).filters.clear()
 
 
+@pytest.fixture(autouse=True)
+def _errors_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by default: NIXL's wheel has `logging` hide them, in every process that imports it."""
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+
+
 @pytest.mark.parametrize("error", [ValueError("no space left"), RecursionError()])
 def test_what_a_handler_raises_ends_nothing_and_is_shown_once(
     name: str, error: Exception, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture

@@ -49,7 +49,7 @@ TRANSFER = {
 } | {"add_change_callback"}
 PUBLIC = {
     kvferry.PrefillEndpoint: ENDPOINT
-    | {"sender", "control_address", "registry_url", "registry_error", "wait_registered", "announce"},
+    | {"sender", "control_address", "registry_url", "registry_error", "wait_registered", "announce", "instance"},
     kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "release"},
     kvferry.Sender: TRANSFER | {"submit", "is_at_rest", "prefix_tokens"},
     kvferry.Receiver: TRANSFER | {"aux"},

@@ -9,7 +9,6 @@ connections that do not begin as UCX's do; UCX closes them when it next moves by
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import select
 import socket
@@ -19,10 +18,11 @@ import threading
 from collections.abc import Collection
 from contextlib import suppress
 
+from kvferry.loggers import logger_of
 from kvferry.open_files import REMEDY, num_open, share_of
 from kvferry.transport.confined_ports import ListeningSocket, open_again, shut
 
-log = logging.getLogger(__name__)
+log = logger_of(__name__)
 
 _UCX_BEGINS_WITH = struct.pack("=Q", 0xCAFEBABE12345678)  # UCT_TCP_MAGIC_NUMBER (uct/tcp/tcp.h)
 _RECEIVED = struct.Struct("@52xI72xQ")  # struct tcp_info (linux/tcp.h): tcpi_last_data_recv, tcpi_bytes_received

@@ -6,7 +6,7 @@ computed once and looked up ever after: a world of several nodes has many more s
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import is_dataclass
 from enum import Enum
@@ -67,8 +67,8 @@ def copied(value: Any, made: dict[int, Any] | None = None) -> Any:
     if _is_kept(kind):
         return value
     made = {} if made is None else made
-    if kind is dict:
-        return {key: copied(each, made) for key, each in value.items()}
+    if kind in (dict, OrderedDict):
+        return kind((key, copied(each, made)) for key, each in value.items())
     if kind in (list, tuple, deque):
         return kind(copied(each, made) for each in value)
     if kind in (set, Counter):
@@ -95,7 +95,7 @@ class Comparison:
         if kind in _ATOMIC:
             atom: Hashable = value.tobytes() if kind is np.ndarray else value
             return atom
-        if kind in (dict, Counter):
+        if kind in (dict, OrderedDict, Counter):
             return frozenset([(self.key(name), self.key(each)) for name, each in value.items()])
         if isinstance(value, list | deque | tuple):
             return tuple([self.key(each) for each in value])
