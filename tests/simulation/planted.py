@@ -1047,7 +1047,7 @@ schedules are."""
 
 SEEN_WITH: dict[str, frozenset[str]] = {
     "a pod without an object is taken for dead": frozenset({"cut"}),
-    "a phase is taken for a pod's end": frozenset({"cut"}),
+    "a phase is taken for a pod's end": frozenset({"freeze of a writer"}),
     "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),

@@ -40,10 +40,12 @@ class ControlProxy:
 
     Attributes:
         port: where it listens.
+        accepted: how many connections it has forwarded.
         target: the port that it forwards to; None refuses everybody. May be set at any time, for connections to come.
     """
 
     def __init__(self) -> None:
+        self.accepted = 0
         self.target: int | None = None
         self._connections: set[_Connection] = set()
         self._is_cut = False
@@ -162,6 +164,7 @@ class ControlProxy:
         if self._is_hole:
             connection.is_forgotten, connection.lost = True, frozenset((True, False))
         self._connections.add(connection)
+        self.accepted += 1
         try:
             await asyncio.gather(
                 self._forward(connection, reader, to_target, is_client=True),

@@ -43,6 +43,7 @@ _DRAWN_APART: Mapping[str, tuple[float, float]] = {
 
 _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "frozen receiver": (1 / 8, 0.1),
+    "freeze of a writer": (1 / 16, 0.05),
     "leave": (1 / 16, 0.02),
     "raising post": (1 / 8, 0.3),
     "measuring write": (1 / 16, 0.4),

@@ -68,6 +68,7 @@ _TELLS_UNLESS = frozenset(
         "clock",
         "reorder",
         "frozen receiver",
+        "freeze of a writer",
         "leave",
         "unproved end",
         "silent line",

@@ -17,7 +17,7 @@ from kvferry.transport.simulated import SimulatedHandle
 if TYPE_CHECKING:
     from kvferry.testing.simulation.world import World
 
-_MOST = {"unproved end": 2, "silent line": 2, "second start": 1}
+_MOST = {"freeze of a writer": 1, "unproved end": 2, "silent line": 2, "second start": 1}
 """How often each strikes a world: what comes after is to find that all is well again."""
 _HANGING_FAILS = 0.02  # of a write that measures and hangs, in a step
 _MEASURED_WITHIN_S = 2.0  # lands what a write that measures had sent; less than is waited for
@@ -37,6 +37,7 @@ class RareTroubles:
         self._struck: Counter[str] = Counter()
         known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
             "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
+            "freeze of a writer": (random.Random(f"{world.seed} which writers freeze"), self._freeze_writer),
             "leave": (random.Random(f"{world.seed} who leaves"), self._leave),
             "unproved end": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
             "silent line": (random.Random(f"{world.seed} which lines are silent"), self._silence),
@@ -107,6 +108,13 @@ class RareTroubles:
             process = self._world.process_of(transfer.target)
             self._adversary.freeze_until(process, self._world.now + draw.choice([2.0, 4.0, 6.0]))
             self._adversary.break_off(transfer, draw)
+
+    def _freeze_writer(self, draw: random.Random) -> None:
+        """A prefill rank freezes while it writes, until long after whoever took it for ended has reused the pages."""
+        writes = [each for each in self._adversary.of_the_living() if self._world.process_of(each.source).takes_work]
+        if writes and self._counts("freeze of a writer"):
+            process = self._world.process_of(draw.choice(writes).source)
+            self._adversary.freeze_until(process, self._world.now + draw.choice([6.0, 9.0]))
 
     # ---- posts that raise ---------------------------------------------------------------------------------------
 
