@@ -210,7 +210,7 @@ def test_a_prefill_rank_that_is_frozen_for_long_has_one_connection_at_a_time(pai
         before = pair.struck_prefill.do(Rank.resources)
         pair.struck_prefill.process.freeze()
         made = pair.proxy.accepted
-        eventually("several more were made", lambda: pair.proxy.accepted >= made + 2)
+        eventually("another one is made", lambda: pair.proxy.accepted > made)
         eventually("all but the last, and one that is being closed, are", lambda: pair.proxy.connections <= 2)
         pair.struck_prefill.process.thaw()
         pair.healed_after(time.monotonic())
