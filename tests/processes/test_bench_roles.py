@@ -219,7 +219,7 @@ def test_a_second_prefill_side_at_the_same_registry_takes_over_and_the_first_say
         with side("prefill", registry, *flags) as second:
             code, _, errors = ended(first)
             assert code == 2
-            assert "RegistrationRefusedError" in errors
+            assert "RankReplacedError" in errors
             with side("decode", registry, *flags) as decode:
                 assert ended(decode)[0] == 0
             assert ended(second)[0] == 0

@@ -300,12 +300,15 @@ class RunningPods:
         return "\n".join(f"---- {each.pod.name}\n{each.said()}" for each in self.running.values())
 
     def flows(self) -> set[tuple[str, str, int]]:
-        """Returns which pods have connected to which others: by whom, to whom, to which port."""
+        """Returns which pods have connected to which others: by whom, to whom, to which port.
+
+        A question without the secret has a connection of its own, of which the one who answered keeps a trace.
+        """
         names = {place.address: name for name, place in self.places.items()}
         found = set()
         for name, place in self.places.items():
             listening = self.listening(name)
-            for port, peer in _sockets(place, "established"):
+            for port, peer in _sockets(place, "established") + _sockets(place, "time-wait"):
                 if port in listening and peer in names and names[peer] != name:
                     found.add((names[peer], name, port))
         return found
