@@ -1104,13 +1104,6 @@ CATALOGUE = (
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
-        "the next in line of admission is not lined up when one withdraws",
-        "endpoint/prefill/admission.py",
-        "            if first[0] is applicant:\n                self._line_up(receiver, lane)\n",
-        "",
-        "tests/simulation/test_interleavings.py",
-    ),
-    PlantedFault(
         "bytes on their way are counted back without the lock",
         "endpoint/prefill/admission.py",
         "        with self._lock:\n            lane = self._lanes[admitted.receiver]",
@@ -1418,7 +1411,7 @@ CATALOGUE = (
         "endpoint/prefill/admission.py",
         "            if first[0] is applicant:\n                self._line_up(receiver, lane)\n",
         "",
-        "tests/unit/endpoint/test_admission.py",
+        "tests/unit/endpoint/test_admission.py tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
         "a write that measures and fails is forgotten",
