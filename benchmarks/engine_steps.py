@@ -152,7 +152,6 @@ def settings(**others: Any) -> Any:
 
     return kf.Settings(
         max_rooms=20_000,
-        max_pending_opens=20_000,
         bootstrap_timeout_s=LONGEST_S,
         waiting_timeout_s=LONGEST_S,
         close_timeout_s=1.0,

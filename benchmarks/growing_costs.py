@@ -323,7 +323,6 @@ class Cluster:
             workers=1,
             queues=1,
             max_rooms=100_000,
-            max_pending_opens=100_000,
             bootstrap_timeout_s=3600,
             waiting_timeout_s=3600,
             write_timeout_s=3600,

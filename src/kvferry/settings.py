@@ -150,9 +150,6 @@ class Settings(BaseSettings):
         description="Threads that share a prefill rank's large direct writes, each with a NIXL connection of its own "
         "to every decode rank; with 0 or 1 the workers write, one at a time.",
     )
-    nixl_progress_delay_us: int = Field(
-        50_000, ge=1000, le=1_000_000, description="Longest sleep of NIXL's progress thread, in microseconds."
-    )
     nixl_sgl: bool = Field(
         False,
         description="Hand UCX the descriptors of a direct write as a list (NIXL_UCX_SGL_ENABLE) instead of one by one, "
@@ -261,9 +258,6 @@ class Settings(BaseSettings):
         "The decode side's setting counts; pools must be in CPU memory. The decode side takes a thread for it even "
         "where scatter_workers is 0.",
     )
-    synchronous: bool = Field(
-        False, description="Make submit wait until the bytes have moved: the baseline to measure against."
-    )
 
     may_differ: str | None = Field(
         None,
@@ -335,16 +329,8 @@ class Settings(BaseSettings):
         Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
         description="Certificates (PEM) that vouch for the Kubernetes API.",
     )
-    kubernetes_timeout_s: float = Field(
-        5.0, gt=0, le=300, description="How long each step of a request to the Kubernetes API may take."
-    )
     max_rooms: int = Field(
         65_536, ge=1, description="Rooms that may be open at once on a rank; more are refused when they are opened."
-    )
-    max_waiting_chunks: int = Field(
-        65_536,
-        ge=1,
-        description="Chunks of a room that may wait to be written; more are refused when they are submitted.",
     )
     layer_ranges: int = Field(
         1,
@@ -352,24 +338,6 @@ class Settings(BaseSettings):
         le=1024,
         description="Into how many ranges an engine's layers are divided at most, each of which leaves once it is "
         "computed; 1 sends all layers when a step is over. Of the prefill side; docs/vllm.md, docs/sglang.md.",
-    )
-    join_layers: bool = Field(
-        True,
-        description="Whether ranges of layers that are computed faster than they are sent leave together, in fewer "
-        "and larger writes. Of the prefill side.",
-    )
-    max_pending_opens: int = Field(
-        131_072,
-        ge=1,
-        description="Rooms that decode ranks may open before the prefill side does; half of them are for one decode "
-        "rank, which may open max_rooms.",
-    )
-    max_pending_opens_mib: float = Field(
-        1024.0,
-        gt=0,
-        le=2**24,
-        description="Page numbers of the rooms that decode ranks open before the prefill side does, in all: 16 bytes a "
-        "run of neighbouring pages, or 8 a page.",
     )
     max_decode_ranks: int = Field(
         4096, ge=1, description="Decode ranks that may be connected to a prefill rank at a time."

@@ -327,7 +327,7 @@ class AtOnce(Callbacks):
         callback()
 
 
-def sender(hand_in: Callable[[HandedIn], None], *, most_waiting: int = 100) -> Sender:
+def sender(hand_in: Callable[[HandedIn], None]) -> Sender:
     observer = Observer()
     return Sender(
         1,
@@ -335,8 +335,6 @@ def sender(hand_in: Callable[[HandedIn], None], *, most_waiting: int = 100) -> S
         hand_in,
         lambda reason: None,
         AtOnce(),
-        settle=None,
-        most_waiting=most_waiting,
         now=lambda: 0.0,
         observer=observer,
         report=RoomReport(1, observer, 0.0),
@@ -358,10 +356,12 @@ def test_chunks_of_two_callers_are_handed_on_in_the_order_of_their_numbers():
     explore(scenario, lines=[transfer])
 
 
-def test_a_caller_whose_chunk_was_refused_is_called_when_there_is_room():
+def test_a_caller_whose_chunk_was_refused_is_called_when_there_is_room(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(transfer, "MOST_WAITING_CHUNKS", 1)
+
     def scenario(schedule: Schedule) -> Check:
         handed_in: deque[HandedIn] = deque()
-        room = sender(handed_in.append, most_waiting=1)
+        room = sender(handed_in.append)
         has_room, has_chunk = Bell(schedule), Bell(schedule)
         room.add_change_callback(has_room.ring)
 

@@ -15,6 +15,7 @@ from tests.support.clones import ROOT, blocks, docs_program
 import kvferry.errors
 from kvferry import Settings
 from kvferry.control.registry_messages import LARGEST_BODY_BYTES
+from kvferry.endpoint.prefill.rooms import MOST_EARLY_PAGE_BYTES
 from kvferry.layout.component import LONGEST_NAME
 from kvferry.plan.pieces import MOST_HOLDERS
 from kvferry.plan.requests.page_numbers import MAX_PAGES
@@ -122,8 +123,8 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
         f"{LARGEST_BODY_BYTES // 1024} KiB",
         f"{LONGEST_NAME} characters",
         f"`KVFERRY_MAX_DECODE_RANKS`, {Settings().max_decode_ranks:,}",
-        f"`KVFERRY_MAX_PENDING_OPENS`, {Settings().max_pending_opens:,}",
-        f"`KVFERRY_MAX_PENDING_OPENS_MIB`, {Settings().max_pending_opens_mib:,.0f} MiB of page numbers",
+        f"twice `KVFERRY_MAX_ROOMS`, {2 * Settings().max_rooms:,}",
+        f"{MOST_EARLY_PAGE_BYTES // mebi:,} MiB of page numbers",
     ):
         assert bound in bounds, bound
 

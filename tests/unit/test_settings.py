@@ -46,12 +46,11 @@ def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monke
         ("registry_lease_s", "0", "greater than 0"),
         ("registry_lease_s", "1e9", "less than or equal to 3600"),
         ("nixl_threads", "-1", "greater than or equal to 0"),
-        ("nixl_progress_delay_us", "0", "greater than or equal to 1000"),
         ("workers", "0", "greater than or equal to 1"),
         ("workers", "1000", "less than or equal to 256"),
         ("workers", "many", "valid integer"),
         ("queues", "0", "greater than or equal to 1"),
-        ("synchronous", "perhaps", "valid boolean"),
+        ("checksums", "perhaps", "valid boolean"),
         ("bootstrap_timeout_s", "0", "greater than 0"),
         ("bootstrap_timeout_s", "inf", "finite"),
         ("waiting_timeout_s", "-5", "greater than 0"),
@@ -61,7 +60,6 @@ def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monke
         ("peer_timeout_s", "inf", "finite"),
         ("close_timeout_s", "-1", "greater than or equal to 0"),
         ("advertise_port", "0", "greater than or equal to 1"),
-        ("max_pending_opens", "0", "greater than or equal to 1"),
     ],
 )
 def test_an_impossible_value_is_refused_wherever_it_comes_from(

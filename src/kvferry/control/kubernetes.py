@@ -83,7 +83,7 @@ class KubernetesClient(Orchestrator):
         timeout_s: how long each step of a request may take.
     """
 
-    def __init__(self, url: str, *, token_file: Path, ca_file: Path, timeout_s: float) -> None:
+    def __init__(self, url: str, *, token_file: Path, ca_file: Path, timeout_s: float = 5.0) -> None:
         self._url = url.rstrip("/")
         self._token_file = token_file
         self._ca_file = ca_file
@@ -186,5 +186,4 @@ def create_kubernetes_client(settings: Settings) -> KubernetesClient:
         settings.kubernetes_url,
         token_file=settings.kubernetes_token_file,
         ca_file=settings.kubernetes_ca_file,
-        timeout_s=settings.kubernetes_timeout_s,
     )

@@ -23,6 +23,9 @@ from kvferry.protocol.wire import field_types
 
 log = logger_of(__name__)
 
+MOST_WAITING_CHUNKS = 65_536
+"""Chunks of a room that may wait to be written: an engine hands in one a step, and each takes memory."""
+
 
 class Transfer:
     """One transfer, as its caller sees it. Methods may be called from any thread."""
@@ -152,8 +155,6 @@ class Sender(Transfer):
         abort: Callable[[str], None],
         callbacks: Callbacks,
         *,
-        settle: Callable[[int], None] | None,
-        most_waiting: int,
         now: Callable[[], float],
         observer: Observer,
         report: RoomReport,
@@ -164,8 +165,6 @@ class Sender(Transfer):
             hand_in: passes a chunk on.
             abort: passes on that the caller gives up, and why.
             callbacks: calls the caller back.
-            settle: in synchronous mode, waits until the chunk of that number is written.
-            most_waiting: how many chunks may wait to be written.
             report: records how long the caller is busy here.
         """
         super().__init__(room, abort, callbacks)
@@ -173,11 +172,9 @@ class Sender(Transfer):
         self._lock = threading.Lock()
         self._chunks = chunks
         self._hand_in = hand_in
-        self._settle = settle
         self._now = now
         self._observer = observer
         self._report = report
-        self._most_waiting = most_waiting
         self._taken_up = 0  # chunks that do not wait any more
         self._was_full = False  # whether a chunk was refused since there was last room for one
         self._through = 0  # chunks that had been handed in when last all of them had been read
@@ -234,20 +231,17 @@ class Sender(Transfer):
             PageError: if page numbers are not integers, or there is no such group.
             QueueFullError: if too many chunks of the room wait already; this one was not taken. Callbacks of
                 `add_change_callback` say when there is room again.
-            UsageError: if aux is given before the last chunk, or is too large, or ready is no signal; in synchronous
-                mode also on a thread of kvferry's own.
+            UsageError: if aux is given before the last chunk, or is too large, or ready is no signal.
         """
         try:
             if aux is not None:
                 self._check_aux(aux, last=last)
-            if self._settle is not None:
-                check_may_wait(f"submit() for room {self.room}, which is synchronous,")
             is_ready = None if ready is None else look_of(ready, where=f"room {self.room}")
             with self._lock:
                 if self._is_full and self._wants_room():
                     full = QueueFullError(
-                        f"room {self.room}: {self._most_waiting} chunks wait to be written already "
-                        "(KVFERRY_MAX_WAITING_CHUNKS): submit this one when some have been"
+                        f"room {self.room}: {MOST_WAITING_CHUNKS:,} chunks wait to be written already: submit this one "
+                        "when some have been"
                     )
                     self._observer.refused(full)
                     raise full
@@ -263,8 +257,6 @@ class Sender(Transfer):
                 )
                 self._hand_in(chunk)
             self._report.submitted(self._now() - chunk.submitted_at)
-            if self._settle is not None:
-                self._settle(chunk.number)
         except KVFerryError:
             raise  # the chunk was refused, which changes nothing
         except BaseException as error:  # Ctrl-C: nobody knows whether the chunk was taken
@@ -273,7 +265,7 @@ class Sender(Transfer):
 
     @property
     def _is_full(self) -> bool:
-        return self._chunks.submitted - self._taken_up >= self._most_waiting
+        return self._chunks.submitted - self._taken_up >= MOST_WAITING_CHUNKS
 
     def _wants_room(self) -> bool:
         """Asks to be called back when there is room for a chunk; returns whether there is none still."""

@@ -15,7 +15,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.support.caches import Model, Shape
-from tests.support.engines import WAIT_S, Engines, Request, Requests
+from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 from tests.unit.endpoint.test_life_of_a_room import nothing_left
@@ -527,72 +527,6 @@ def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pyte
     for room in range(1, 6):
         requests.run(room, 6, cuts=(1, 4))
     assert woken
-
-
-# ---- synchronous mode -------------------------------------------------------------------------------------------
-
-
-def test_in_synchronous_mode_submit_returns_when_the_bytes_have_moved(pair: Callable[..., Requests]):
-    requests = pair(Model(), Shape(tp=2), Shape(), synchronous=True)
-    requests.connect()
-    for room in range(30):
-        request = requests.new(room, 6)
-        requests.open_decode(request)
-        requests.open_prefill(request)
-        for sender in request.senders:
-            eventually("it is open", lambda sender: sender.state.name == "WAITING_FOR_INPUT", sender)
-        for start in (0, 2, 4):
-            requests.submit(request, start, start + 2, last=start == 4)
-            assert [transport.in_flight for transport in requests.prefill.transports] == [0, 0]
-            posted = sum(transport.posted for transport in requests.prefill.transports)
-            assert posted == 2 * (3 * room + start // 2 + 1)
-        request.wait()
-        requests.check(request)
-
-
-def test_in_synchronous_mode_chunks_that_come_too_early_are_not_waited_for(pair: Callable[..., Requests]):
-    requests = pair(synchronous=True)
-    request = requests.new(1)
-    requests.open_prefill(request)
-    requests.submit(request)
-    requests.open_decode(request)
-    request.wait()
-    requests.check(request)
-
-
-def submit_in_thread(requests: Requests, request: Request) -> threading.Thread:
-    thread = threading.Thread(target=requests.submit, args=(request,))
-    thread.start()
-    return thread
-
-
-def test_in_synchronous_mode_submit_returns_when_the_room_fails(pair: Callable[..., Requests]):
-    requests = pair(synchronous=True, write_timeout_s=0.3)
-    transport = requests.prefill.transports[0]
-    transport.held = True
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    eventually("open", lambda: request.senders[0].state.name == "WAITING_FOR_INPUT")
-    thread = submit_in_thread(requests, request)
-    eventually("the write is on its way", lambda: transport.in_flight == 1)
-    assert thread.is_alive()
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    assert not request.senders[0].pages_reusable
-    transport.held = False
-
-
-def test_in_synchronous_mode_submit_returns_after_the_endpoint_was_closed(pair: Callable[..., Requests]):
-    requests = pair(synchronous=True)
-    request = requests.new(1)
-    requests.open_prefill(request)
-    requests.prefill.endpoints[0].close()
-    thread = submit_in_thread(requests, request)
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    with pytest.raises(ChunkError):
-        request.senders[0].submit([0])
 
 
 def test_chunks_that_are_refused_change_nothing(engines: Callable[..., Engines]):

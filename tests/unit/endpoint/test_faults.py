@@ -491,8 +491,10 @@ def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engine
         request.senders[0].wait(WAIT_S)
 
 
-def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
-    requests = pair(max_pending_opens=5)  # of which a decode rank has three
+def test_too_many_rooms_in_advance_are_refused(engines: Callable[..., Engines]):
+    both = engines()
+    prefill = both.prefill(Model(), max_rooms=3)  # six rooms may wait, of which a decode rank has three
+    requests = Requests(prefill, both.decode(Model()))
     requests.connect()
     all_requests = [requests.new(room, 1) for room in range(5)]
     for request in all_requests:
@@ -501,15 +503,16 @@ def test_too_many_rooms_in_advance_are_refused(pair: Callable[..., Requests]):
     for request in all_requests[3:]:
         error = str(request.receivers[0].error)
         assert "3 rooms wait for the prefill side already" in error
-        assert "KVFERRY_MAX_PENDING_OPENS" in error
+        assert "KVFERRY_MAX_ROOMS of the prefill side" in error
     for request in all_requests[:3]:
         requests.open_prefill(request)
         requests.submit(request)
         request.wait()
 
 
-def test_too_many_page_numbers_in_advance_are_refused_by_the_name_of_their_setting(pair: Callable[..., Requests]):
-    requests = pair(max_pending_opens_mib=100 / 2**20)
+def test_too_many_page_numbers_in_advance_are_refused(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.endpoint.prefill.rooms.MOST_EARLY_PAGE_BYTES", 100)
+    requests = pair()
     requests.connect()
     all_requests = [requests.new(room, 6) for room in range(4)]  # in no order, so that a room takes 48 bytes
     for request in all_requests:
@@ -518,7 +521,7 @@ def test_too_many_page_numbers_in_advance_are_refused_by_the_name_of_their_setti
     for request in all_requests[2:]:
         error = str(request.receivers[0].error)
         assert "have 96 bytes of page numbers already" in error
-        assert "more than 100 (KVFERRY_MAX_PENDING_OPENS_MIB)" in error
+        assert "more than 100: try again when some have been opened" in error
     for request in all_requests[:2]:
         requests.open_prefill(request)
         requests.submit(request)

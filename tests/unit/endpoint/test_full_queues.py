@@ -34,15 +34,18 @@ def test_more_rooms_than_may_be_are_refused_on_either_side(pair: Callable[..., R
     requests.run(2)
 
 
-def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(pair: Callable[..., Requests]):
-    requests = pair(max_waiting_chunks=3)
+def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.endpoint.transfer.MOST_WAITING_CHUNKS", 3)
+    requests = pair()
     request = requests.new(1, 6)
     requests.open_prefill(request)  # nobody asks for them yet, so that they wait
     pages = request.source_pages[0]
     sender = request.senders[0]
     for page in range(3):
         sender.submit(pages[page : page + 1])
-    with pytest.raises(QueueFullError, match=r"room 1: 3 chunks wait to be written already .*MAX_WAITING_CHUNKS"):
+    with pytest.raises(QueueFullError, match=r"room 1: 3 chunks wait to be written already: submit this one when"):
         sender.submit(pages[3:4])
     requests.open_decode(request)
     eventually("the chunks arrived", lambda: request.receivers[0].stats.chunks == 3)
@@ -51,8 +54,11 @@ def test_more_chunks_than_may_wait_are_refused_and_the_room_goes_on(pair: Callab
     requests.check(request)
 
 
-def test_who_was_refused_is_called_back_when_there_is_room(pair: Callable[..., Requests]):
-    requests = pair(max_waiting_chunks=2)
+def test_who_was_refused_is_called_back_when_there_is_room(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.endpoint.transfer.MOST_WAITING_CHUNKS", 2)
+    requests = pair()
     request = requests.new(1, 6)
     requests.open_prefill(request)
     sender, pages = request.senders[0], request.source_pages[0]

@@ -168,18 +168,15 @@ def num_writes(requests: Requests, request: Request) -> int:
 
 
 @pytest.mark.parametrize("path", ["direct", "staged"])
-@pytest.mark.parametrize(("joins", "expected"), [(True, 3), (False, 4)])
-def test_layers_that_wait_while_two_writes_are_on_their_way_leave_together(
-    pair: Callable[..., Requests], path: str, joins: bool, expected: int
-):
-    requests = pair(path=path, join_layers=joins)
+def test_layers_that_wait_while_two_writes_are_on_their_way_leave_together(pair: Callable[..., Requests], path: str):
+    requests = pair(path=path)
     transport = requests.prefill.transports[0]
     request = opened(requests)
     transport.held = True
     layer_by_layer(requests, request)
     eventually("all are taken", lambda: requests.prefill.endpoints[0].status().rooms[0].chunks == 4)
     transport.held = False
-    assert num_writes(requests, request) == expected
+    assert num_writes(requests, request) == 3, "not one for each of the four layers"
 
 
 def test_all_layers_leave_together_if_the_decode_side_comes_late(pair: Callable[..., Requests]):
@@ -219,13 +216,6 @@ def test_a_signal_behind_others_that_raises_fails_the_room(pair: Callable[..., R
     assert isinstance(failed.value.__cause__, ZeroDivisionError)
     request.wait_ended()
     assert sender.wait_pages_reusable(WAIT_S)
-
-
-def test_in_synchronous_mode_each_range_is_written_when_submit_returns(pair: Callable[..., Requests]):
-    requests = pair(synchronous=True)
-    request = opened(requests)
-    layer_by_layer(requests, request)
-    assert num_writes(requests, request) == 4
 
 
 def test_pages_whose_layers_come_one_by_one_are_counted_once(pair: Callable[..., Requests]):

@@ -109,8 +109,9 @@ def test_every_way_to_end_is_counted(watched: Callable[..., Requests]):
     assert counted["refusals_total", "RoomExistsError"] == 1
 
 
-def test_what_is_refused_for_a_full_queue_is_counted(watched: Callable[..., Requests]):
-    requests = watched(max_waiting_chunks=1)
+def test_what_is_refused_for_a_full_queue_is_counted(watched: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kvferry.endpoint.transfer.MOST_WAITING_CHUNKS", 1)
+    requests = watched()
     prefill = requests.prefill.endpoints[0]
     sender = prefill.open(1)
     sender.submit([0])

@@ -170,8 +170,11 @@ def test_what_is_no_signal_is_refused_and_costs_nothing(pair: Callable[..., Requ
     requests.check(request)
 
 
-def test_a_chunk_that_waits_counts_among_those_that_may_wait(pair: Callable[..., Requests]):
-    requests, flag = pair(max_waiting_chunks=2), threading.Event()
+def test_a_chunk_that_waits_counts_among_those_that_may_wait(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("kvferry.endpoint.transfer.MOST_WAITING_CHUNKS", 2)
+    requests, flag = pair(), threading.Event()
     request = opened(requests, 1, 4)
     sender, pages = request.senders[0], request.source_pages[0]
     sender.submit(pages[:1], ready=flag)

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from kvferry import Settings
+from kvferry.endpoint.prefill.rooms import MOST_EARLY_PAGE_BYTES
 from kvferry.errors import QueueFullError
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
@@ -137,7 +137,7 @@ def test_page_numbers_that_are_kept_have_a_bound():
     for end in ends:
         rooms = pending(limit=100, most_page_bytes=100)
         assert [is_kept(rooms, "a", large(room), now=0.0) for room in (1, 2)] == [True, True]
-        with pytest.raises(QueueFullError, match=r"80 bytes .* this one's 40 .* 100 \(KVFERRY_MAX_PENDING_OPENS_MIB\)"):
+        with pytest.raises(QueueFullError, match=r"80 bytes .* this one's 40 .* 100: try again when"):
             rooms.keep("a", large(3), now=0.0)
         assert is_kept(rooms, "a", opened(4), now=0.0)
         end(rooms)
@@ -146,7 +146,7 @@ def test_page_numbers_that_are_kept_have_a_bound():
 
 def test_a_thousand_long_rooms_of_eight_decode_ranks_wait_for_the_prefill_side():
     """128k tokens, one a page: what a room's pages cost depends on how many runs they lie in, not on their number."""
-    rooms = pending(limit=10_000, most_page_bytes=int(Settings().max_pending_opens_mib * 2**20))
+    rooms = pending(limit=10_000, most_page_bytes=MOST_EARLY_PAGE_BYTES)
     pages = PageNumbers.of(np.concatenate([np.arange(first, first + 2**14) for first in range(0, 2**18, 2**15)]))
     assert len(pages) == 2**17
     message = msgspec.structs.replace(opened(0), groups=(GroupRequest("kv", 0, 0, 2**17, 0, pages),))

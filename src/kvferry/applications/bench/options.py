@@ -46,11 +46,13 @@ class Variant:
         name: in tables, and of the engine whose endpoints go this way.
         settings: what these endpoints are told beside what all are told.
         is_by_layer: whether requests are handed in by ranges of layers, as they are computed.
+        is_synchronous: whether whoever hands a chunk in waits until its bytes have moved.
     """
 
     name: str
     settings: Mapping[str, Any]
     is_by_layer: bool = False
+    is_synchronous: bool = False
 
     @property
     def may_stage(self) -> bool:
@@ -68,7 +70,7 @@ VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         variant.name: variant
         for variant in (
-            Variant("synchronous", {"path": "direct", "synchronous": True}),
+            Variant("synchronous", {"path": "direct"}, is_synchronous=True),
             Variant(DIRECT, {"path": "direct"}),
             Variant("staged", {"path": "staged"}),
             Variant("mapped", {"path": "mapped"}),

@@ -33,7 +33,8 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
     if not 0 <= arguments.layer_time_ms < float("inf"):
         raise SettingsError(f"--layer-time-ms {arguments.layer_time_ms:g}: it must not be negative, and finite")
     if arguments.layer_time_ms:
-        variants = tuple(each for name in variants for each in (name, name + BY_LAYER) if name != "synchronous")
+        asynchronous = [name for name in variants if not VARIANTS[name].is_synchronous]
+        variants = tuple(each for name in asynchronous for each in (name, name + BY_LAYER))
         if not variants:
             raise SettingsError(
                 "--layer-time-ms with --variants synchronous: nothing is sent while layers are computed"

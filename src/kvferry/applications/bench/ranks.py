@@ -36,6 +36,7 @@ EndpointT = TypeVar("EndpointT", PrefillEndpoint, DecodeEndpoint)
 TransferT = TypeVar("TransferT", Sender, Receiver)
 
 _POLL_S = 0.001
+_SYNCHRONOUS_POLL_S = 20e-6  # little beside the milliseconds that a chunk takes
 _NOT_REFUSALS = (TransferTimeoutError, RegistryError, PeerDisconnectedError)
 """Errors that say that something is broken, rather than that it cannot be done this way."""
 
@@ -206,6 +207,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
     def _send(self, timeout_s: float) -> commands.Sent | commands.Failed:
         deadline = time.monotonic() + timeout_s
         submitted_at, computed_at, submit_s = [], [], []
+        is_synchronous = variant_of(self._opened.variant).is_synchronous
         cpu_before, interpreter_before = time.process_time(), interpreter_cpu_s()
         try:
             for number in range(self._num_transfers):
@@ -218,6 +220,8 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                     for layers, ends in self._computed(is_last=is_last):
                         before = time.perf_counter()
                         sender.submit(pages, last=ends, layers=layers)
+                        while is_synchronous and not (sender.is_at_rest or sender.state.is_final):
+                            time.sleep(_SYNCHRONOUS_POLL_S)
                         submit_s.append(time.perf_counter() - before)
                 computed_at.append(time.monotonic())
             for sender in self._transfers:

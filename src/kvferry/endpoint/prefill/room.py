@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -85,7 +84,6 @@ class SendingRoom(Actor):
             forget: drops the room, which is done.
             set_deadline: is told when the room's next deadline is, every time that something happened in it.
         """
-        synchronous = context.settings.synchronous
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
         super().__init__(run_queue)
         self._gathering = workers.gathering
@@ -103,25 +101,20 @@ class SendingRoom(Actor):
             machine.room,
             context.identity.layout.shards,
             lambda error: self.post(ChunkReady(error)),
-            joins=context.settings.join_layers and not synchronous,
         )
         self._all_open_at: float | None = None
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
-        self._handled_chunks = self._settled_chunks = 0
+        self._handled_chunks = 0
         self._pages = 0  # that were handed in
         self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
-        # In synchronous mode, guards the number of settled chunks and wakes the caller who waits for it.
-        self._progress = threading.Condition() if synchronous else None
         self.sender = Sender(
             machine.room,
             ChunkSequence(machine.room, context.identity.layout.groups, context.identity.layout.shards),
-            self.post if synchronous else partial(run_queue.hand_in, self),
+            partial(run_queue.hand_in, self),
             lambda reason: self.post(AbortRequested(reason)),
             context.callbacks,
-            settle=self._wait_settled if synchronous else None,
-            most_waiting=context.settings.max_waiting_chunks,
             now=context.now,
             observer=context.observer,
             report=self._report,
@@ -220,12 +213,6 @@ class SendingRoom(Actor):
     def generations(self) -> Mapping[str, int]:
         """The decode ranks that have opened the room, and the generation of each."""
         return self._generations
-
-    def _wait_settled(self, chunk: int) -> None:
-        """Waits until a chunk is written, or kept because no receiver has opened the room yet."""
-        assert self._progress is not None
-        with self._progress:
-            self._progress.wait_for(lambda: self._settled_chunks > chunk or self._machine.state.is_final)
 
     def _is_for_next_use(self, request: OpenReceived) -> bool:
         """Whether an open request is not for this transfer but for the next one of this number.
@@ -392,11 +379,6 @@ class SendingRoom(Actor):
                 self._pass_on(*self._next_opens.popitem())
         self.sender.prefix_tokens = machine.held_tokens if self._all_open_at is not None else None
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
-        if self._progress is not None:
-            with self._progress:
-                is_settled = machine.is_drained and (self._all_open_at is None or not machine.waiting_chunks)
-                self._settled_chunks = self._handled_chunks if is_settled else self._settled_chunks
-                self._progress.notify_all()
 
     def _take_over_progress(self) -> None:
         """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""

@@ -41,6 +41,10 @@ from kvferry.protocol.wire.rank_identity import DecodeRank
 
 log = logger_of(__name__)
 
+MOST_EARLY_PAGE_BYTES = 2**30
+"""Page numbers of rooms that decode ranks open early, in all: 16 bytes a run of neighbouring pages, or 8 a page. 1,000
+rooms of eight decode ranks, each of 128k pages in eight runs, have a megabyte."""
+
 
 class SendingRooms:
     """All rooms of a prefill rank.
@@ -78,8 +82,8 @@ class SendingRooms:
         self._timers: Timers[SendingRoom] = Timers()
         self.table: RoomTable[SendingRoom] = RoomTable(
             max_rooms=settings.max_rooms,
-            max_pending=settings.max_pending_opens,
-            most_page_bytes=int(settings.max_pending_opens_mib * 2**20),
+            max_pending=2 * settings.max_rooms,
+            most_page_bytes=MOST_EARLY_PAGE_BYTES,
             keep_s=settings.bootstrap_timeout_s,
         )
 

@@ -40,22 +40,18 @@ class UnreadChunks:
     and if layers are computed faster than they are sent, fewer and larger writes take them.
     """
 
-    def __init__(
-        self, room: int, shards: Sequence[Shard], came: Callable[[BaseException | None], None], *, joins: bool
-    ) -> None:
+    def __init__(self, room: int, shards: Sequence[Shard], came: Callable[[BaseException | None], None]) -> None:
         """Begins with none.
 
         Args:
             room: whose they are.
             shards: those of the rank's layout.
             came: called by a worker when the first signal has come, or with what looking at it has raised.
-            joins: whether ranges of layers may leave together.
         """
         self._room = room
         self._came = came
         self._awaited: Awaited | None = None  # the signal of the first that is unready
         self._shards = shards
-        self._joins = joins
         self._ready: deque[ReadyChunk] = deque()
         self._unready: deque[HandedIn] = deque()
 
@@ -110,7 +106,7 @@ class UnreadChunks:
         """Takes out what is to be sent next; None if there is nothing, or more layers are to join what there is."""
         if not self._ready:
             return None
-        is_joinable = self._joins and len(self._ready) == 1 and not self._ready[0].chunk.completes
+        is_joinable = len(self._ready) == 1 and not self._ready[0].chunk.completes
         return None if is_joinable and is_wire_busy else self._ready.popleft()
 
     def drop(self) -> int:
@@ -128,7 +124,7 @@ class UnreadChunks:
         return components_by_group(self._shards)  # made where layers are handed in alone: few rooms need it
 
     def _add_ready(self, chunk: HandedIn, now: float) -> None:
-        last = self._ready[-1] if self._ready and self._joins else None
+        last = self._ready[-1] if self._ready else None
         together = joined(last.chunk, chunk, self._components) if last is not None else None
         if last is None or together is None:
             self._ready.append(ReadyChunk(chunk, now, now))

@@ -131,7 +131,7 @@ class PendingOpens(PendingMessages[PendingOpen]):
         """Keeps an open request.
 
         Raises:
-            QueueFullError: if too much is kept already, naming the setting.
+            QueueFullError: if too much is kept already.
         """
         known = self.of(message.room).get(receiver)
         if known is not None and known.request.generation == message.generation:
@@ -139,14 +139,14 @@ class PendingOpens(PendingMessages[PendingOpen]):
         if not self.has_place(receiver, message.room):
             raise QueueFullError(
                 f"{len(self)} rooms wait for the prefill side already, as many as may or too many of this "
-                "decode rank's (KVFERRY_MAX_PENDING_OPENS)"
+                "decode rank's (KVFERRY_MAX_ROOMS of the prefill side for each, and twice as many for all)"
             )
         pending = PendingOpen(message)
         if self._page_bytes + pending.page_bytes > self._most_page_bytes:
             raise QueueFullError(
                 f"rooms that wait for the prefill side have {self._page_bytes:,} bytes of page numbers already, and "
-                f"this one's {pending.page_bytes:,} would be more than {self._most_page_bytes:,} "
-                "(KVFERRY_MAX_PENDING_OPENS_MIB)"
+                f"this one's {pending.page_bytes:,} would be more than {self._most_page_bytes:,}: "
+                "try again when some have been opened there"
             )
         self.put(receiver, message.room, pending, now)
         self._page_bytes += pending.page_bytes

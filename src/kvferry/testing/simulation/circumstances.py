@@ -253,7 +253,6 @@ def _common_settings() -> Settings:
         close_timeout_s=1.0,
         quarantine_s=WAITS.quarantine_s,
         end_proofs="process,rank,kubernetes,operator",
-        max_pending_opens=10,  # all that there are, from one decode rank: none is refused for it
     )
 
 

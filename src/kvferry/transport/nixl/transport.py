@@ -2,7 +2,7 @@
 
 This talks to NIXL's bindings directly, because its Python wrapper fixes the progress thread's delay at 0, which burns a
 core in an idle process. A side that receives needs the thread: it completes nothing without it. It wakes up for events
-and, as a safeguard, every `progress_delay_us`; at 50 ms an idle process costs 0.2 % of a core and notifications are as
+and, as a safeguard, every `_PROGRESS_DELAY_US`; at 50 ms an idle process costs 0.2 % of a core and notifications are as
 fast as at 1 ms.
 
 A side that only writes is better off without it. Between two processes of one machine a post copies all bytes itself,
@@ -65,6 +65,8 @@ from kvferry.transport.registered import RegisteredMemory, check_regions
 log = logger_of(__name__)
 
 _FLUSH_AGAIN_S = 1.0
+_PROGRESS_DELAY_US = 50_000
+"""The longest that NIXL's progress thread sleeps."""
 """How long after a flush that could not be posted the next one is tried. Each is logged."""
 
 
@@ -101,7 +103,6 @@ class NixlTransport(Transport):
             endpoint_name,
             backend=settings.nixl_backend,
             backend_parameters=parameters,
-            progress_delay_us=settings.nixl_progress_delay_us,
             only_writes=writes,
             threads=settings.nixl_threads if is_shared else 0,
             hands_lists=writes and settings.nixl_sgl,
@@ -113,7 +114,6 @@ class NixlTransport(Transport):
         *,
         backend: str = "UCX",
         backend_parameters: Mapping[str, str] | None = None,
-        progress_delay_us: int = 50_000,
         only_writes: bool = False,
         threads: int = 0,
         smallest_share: int = 64,
@@ -125,7 +125,6 @@ class NixlTransport(Transport):
             endpoint_name: the agent's name, unique among all endpoints and new at every start.
             backend: NIXL's backend.
             backend_parameters: the backend's own parameters.
-            progress_delay_us: the longest that the progress thread sleeps, in microseconds.
             only_writes: whether peers never write to this endpoint, which then goes without that thread.
             threads: how many of ours share a large write; with 0 or 1 its caller posts all of it.
             smallest_share: fewest descriptors, before any are merged, that are worth handing to another thread, which
@@ -151,7 +150,7 @@ class NixlTransport(Transport):
         # Guards progress: one at a time, and the others sleep instead of spinning on UCX's own lock.
         self._progress = threading.Lock()
         config.useListenThread = False
-        config.pthrDelay = progress_delay_us
+        config.pthrDelay = _PROGRESS_DELAY_US
         # Reader-writer: workers post side by side, only connecting and registering exclude each other.
         config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
         config.captureTelemetry = True
