@@ -131,7 +131,7 @@ demo: $(INSTALLED)
 	$(VENV)/bin/kvferry demo $(DEMO_FLAGS)
 
 sim: $(INSTALLED)
-	$(VENV)/bin/kvferry sim --count $(SEEDS) $(if $(SEED),--seed $(SEED))
+	$(VENV)/bin/python -m proof.simulation --count $(SEEDS) $(if $(SEED),--seed $(SEED))
 
 # Tests start hundreds of interpreters: each would compile the library, and pytest rewrite the tests, anew.
 export PYTHONDONTWRITEBYTECODE :=
@@ -172,7 +172,7 @@ test-long: $(INSTALLED)
 	$(MAKE) test-engines-long
 
 planted: $(INSTALLED)
-	$(VENV)/bin/python -m tests.planted $(PLANTED)
+	$(VENV)/bin/python -m proof.planted $(PLANTED)
 
 tiers: $(INSTALLED)
 	$(VENV)/bin/python docs/tiers.py $(DURATIONS)

@@ -40,6 +40,9 @@ from typing import Any
 import msgspec
 import psutil
 from benchmarks.growing_costs import Executors
+from proof.simulation.control_network import ControlNetwork
+from proof.simulation.machines import RegistryProcess, SimulatedPlatform
+from proof.simulation.pods import SimulatedPods
 
 import kvferry as kf
 from kvferry.control.channel import most_connections
@@ -57,9 +60,6 @@ from kvferry.layout.component import attention_components, latent_component
 from kvferry.protocol.links.link import LinkKey, LinkState
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
-from kvferry.testing.simulation.control_network import ControlNetwork
-from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
-from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import InProcessNetwork, InProcessTransport
 from kvferry.transport.base import PeerMetadata
 from kvferry.transport.inprocess import InProcessConnection

@@ -23,6 +23,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from proof.simulation.control_network import (
+    ControlNetwork,
+    Line,
+    SimulatedConnectingEnd,
+    SimulatedListeningEnd,
+)
+from proof.simulation.machines import RegistryProcess, SimulatedPlatform
+from proof.simulation.pods import SimulatedPods
 
 import kvferry as kf
 from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
@@ -37,14 +45,6 @@ from kvferry.layout.sharding import ShardedComponent
 from kvferry.plan.descriptors import DescriptorIndices
 from kvferry.settings import Settings
 from kvferry.testing.pools import Pool
-from kvferry.testing.simulation.control_network import (
-    ControlNetwork,
-    Line,
-    SimulatedConnectingEnd,
-    SimulatedListeningEnd,
-)
-from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
-from kvferry.testing.simulation.pods import SimulatedPods
 from kvferry.transport import InProcessNetwork, InProcessTransport, PreparedList, TransferHandle, TransferReport
 
 WRITES = (1, 10, 100, 1_000, 10_000)

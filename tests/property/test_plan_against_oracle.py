@@ -1,7 +1,7 @@
 """The planner against brute force: every byte of a random model, at its place on every rank, before and after.
 
-`oracle_cases` says what is drawn, `oracle_memory` what every rank must hold, by definition and with nothing of
-`kvferry.plan`, and `oracle_ferry` has kvferry move the rooms and compares.
+`proof.oracle.cases` says what is drawn, `memory` what every rank must hold, by definition and with nothing of
+`kvferry.plan`, and `ferry` has kvferry move the rooms and compares.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.property.oracle_cases import Case, Context, Room, Side, Sizes, cases, families_of_model, plain
-from tests.property.oracle_ferry import WrongBytesError, check
-from tests.property.oracle_memory import Elements, hashed, held_positions, holds
+from proof.oracle.cases import Case, Context, Room, Side, Sizes, cases, families_of_model, plain
+from proof.oracle.ferry import WrongBytesError, check
+from proof.oracle.memory import Elements, hashed, held_positions, holds
 from tests.support.tiers import examples
 
 from kvferry.layout import Interval, PageGroup, RankLayout, TokenShare, parallel, sharding

@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from tests.property.oracle_cases import Case, cases
-from tests.property.oracle_ferry import Pair, WrongBytesError, check
-from tests.property.oracle_memory import Labels, hashed
+from proof.oracle.cases import Case, cases
+from proof.oracle.ferry import Pair, WrongBytesError, check
+from proof.oracle.memory import Labels, hashed
 from tests.property.test_plan_against_oracle import NAMED
 from tests.support.tiers import examples
 

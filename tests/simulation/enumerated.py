@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvferry.testing.enumeration.world_states import Shape
-from kvferry.testing.simulation.laws import Law
+from proof.enumeration.world_states import Shape
+from proof.simulation.laws import Law
 
 SMALL = Shape(prefills=1, decodes=1, chunks=2, faults=1)
 ONE_CHUNK = Shape(prefills=1, decodes=1, chunks=1, faults=1)

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from proof.simulation.circumstances import Limits, drawn, drawn_apart
+from proof.simulation.laws import Law
+from proof.simulation.memory import Arena
+from proof.simulation.search import Violation, run_one
 from tests.simulation.planted import PLANTED, SEEN_WITH
-
-from kvferry.testing.simulation.circumstances import Limits, drawn, drawn_apart
-from kvferry.testing.simulation.laws import Law
-from kvferry.testing.simulation.memory import Arena
-from kvferry.testing.simulation.search import Violation, run_one
 
 PINS = Path(__file__).parent / "pins.json"
 MOST_SEEDS = 20_000

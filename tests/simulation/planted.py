@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest
 from msgspec import structs
+from proof.simulation.machines import SimulatedPlatform
 
 from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine, tasks
@@ -77,7 +78,6 @@ from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered,
 from kvferry.staging.rings import SharedRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.staging.waiting import Waiter
-from kvferry.testing.simulation.machines import SimulatedPlatform
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
+from proof.enumeration.breadth_first import enumerate_states, sequence_diagram
+from proof.enumeration.reachable_states import World
+from proof.enumeration.world_states import Shape
 from tests.simulation.enumerated import CLOSED, ONE_CHUNK, SMALL, SOON, Nearest
 from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
-
-from kvferry.testing.enumeration.breadth_first import enumerate_states, sequence_diagram
-from kvferry.testing.enumeration.reachable_states import World
-from kvferry.testing.enumeration.world_states import Shape
 
 QUICK = {ONE_CHUNK: 12_000}
 FULL = {

@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from proof.simulation.memory import Arena
+from proof.simulation.search import run_one
 from tests.simulation.pins import MOST_SEEDS, RENEW, pinned, search
 from tests.simulation.planted import PLANTED
-
-from kvferry.testing.simulation.memory import Arena
-from kvferry.testing.simulation.search import run_one
 
 
 @pytest.fixture(scope="module")

@@ -9,15 +9,15 @@ import subprocess
 import sys
 
 import pytest
+from proof.simulation import Limits, ViolationError, World
+from proof.simulation.circumstances import RARE, TROUBLES, drawn
+from proof.simulation.memory import Arena
+from proof.simulation.search import Findings, run_one, search, shrink
 from tests.simulation.pins import pinned
 from tests.simulation.planted import PLANTED
 from tests.support.tiers import Tier
 
 from kvferry.settings import Settings
-from kvferry.testing.simulation import Limits, ViolationError, World
-from kvferry.testing.simulation.circumstances import RARE, TROUBLES, drawn
-from kvferry.testing.simulation.memory import Arena
-from kvferry.testing.simulation.search import Findings, run_one, search, shrink
 
 
 def searched(first: int, count: int, tier: Tier) -> Findings:
@@ -60,8 +60,7 @@ def test_a_seed_is_a_schedule():
         run_one(seed, arena)
     here = trace_of(3)
     program = (
-        "from kvferry.testing.simulation import World; world = World(3, traces=True); world.run(); "
-        "print('\\n'.join(world.trace))"
+        "from proof.simulation import World; world = World(3, traces=True); world.run(); print('\\n'.join(world.trace))"
     )
     for hash_seed in ("1", "2"):
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}

@@ -1,4 +1,4 @@
-"""`kvferry sim`: one schedule to look at, many to search, and what it says of one that breaks a law."""
+"""`python -m proof.simulation`: one schedule to look at, many to search, and what it says of one that breaks a law."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import re
 from pathlib import Path
 
 import pytest
+from proof.simulation.__main__ import app
+from proof.simulation.reports import replay
 from rich.console import Console
 from tests.simulation.pins import pinned
 from tests.simulation.planted import PLANTED
 from typer.testing import CliRunner
 
-from kvferry.applications.sim.run import replay
-from kvferry.cli.app import app
-
 
 def test_one_schedule_step_by_step(tmp_path: Path):
     file = tmp_path / "trace.txt"
-    result = CliRunner().invoke(app, ["sim", "--seed", "7", "--steps", "--trace", str(file)])
+    result = CliRunner().invoke(app, ["--seed", "7", "--steps", "--trace", str(file)])
     assert result.exit_code == 0
     assert "prefill0.0 starts on machine 0" in result.stdout
     assert "no more trouble" in result.stdout
@@ -26,18 +25,18 @@ def test_one_schedule_step_by_step(tmp_path: Path):
 
 
 def test_a_schedule_without_steps_is_one_line():
-    result = CliRunner().invoke(app, ["sim", "--seed", "7"])
+    result = CliRunner().invoke(app, ["--seed", "7"])
     assert result.exit_code == 0
     assert "starts on" not in result.stdout
 
 
 def test_without_a_seed_a_fresh_one_is_drawn():
-    said = {CliRunner().invoke(app, ["sim"]).stdout.split("keeps")[0] for _ in range(3)}
+    said = {CliRunner().invoke(app, []).stdout.split("keeps")[0] for _ in range(3)}
     assert len(said) == 3
 
 
 def test_many_schedules():
-    result = CliRunner().invoke(app, ["sim", "--seed", "0", "--count", "60", "--processes", "2"])
+    result = CliRunner().invoke(app, ["--seed", "0", "--count", "60", "--processes", "2"])
     assert result.exit_code == 0
     assert "60 schedules from seed 0 on" in result.stdout
     assert "received: success" in result.stdout
@@ -45,7 +44,7 @@ def test_many_schedules():
 
 @pytest.mark.parametrize("arguments", [["--count", "0"], ["--processes", "0"], ["--seed", "x"]])
 def test_impossible_arguments_are_refused(arguments: list[str]):
-    assert CliRunner().invoke(app, ["sim", *arguments]).exit_code == 2
+    assert CliRunner().invoke(app, arguments).exit_code == 2
 
 
 def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
@@ -60,4 +59,4 @@ def test_a_broken_law_is_shown_with_a_trace_and_the_way_to_replay_it(
     assert broken is not None
     assert "Shrunken to" in shown
     assert f"BROKEN: {broken[1]}" in shown
-    assert f"kvferry sim --seed {seed} --steps" in shown
+    assert f"python -m proof.simulation --seed {seed} --steps" in shown

@@ -14,6 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proof.simulated_transport import SimulatedHandle, SimulatedTransport, SimulatedWire
+from proof.simulation.control_network import ControlNetwork
+from proof.simulation.machines import RegistryProcess, SimulatedPlatform
+from proof.simulation.pods import SimulatedPods
 from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
@@ -28,10 +32,6 @@ from kvferry.layout import (
     attention_components,
     virtual_layout,
 )
-from kvferry.testing.simulation.control_network import ControlNetwork
-from kvferry.testing.simulation.machines import RegistryProcess, SimulatedPlatform
-from kvferry.testing.simulation.pods import SimulatedPods
-from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
 
 GIB = 2**30
 ROOMS, ROOM_PAGES, DECODE_RANKS = 1000, 16, 4

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
+from proof.device import DeviceTransport, FakeDevice, FakeResources
+from proof.device.ordering import Ranges
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, new_engine_name
 from tests.support.waiting import eventually
@@ -17,8 +19,6 @@ from kvferry import DecodeEndpoint, InProcessNetwork, PrefillEndpoint, RankCoord
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.layout import Device, MemoryKind
 from kvferry.testing import KnownContents, Pool
-from kvferry.testing.device import DeviceTransport, FakeDevice, FakeResources
-from kvferry.testing.device.ordering import Ranges
 from kvferry.testing.places import TakenPages
 
 GPU = Device(MemoryKind.VRAM, 0)

@@ -11,13 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proof.device import FakeDevice, FakeResources
+from proof.simulated_transport import SimulatedHandle, SimulatedTransport, SimulatedWire
 from tests.support.toy_transport import ToyConnection, ToyTransport
 from tests.support.waiting import PATIENCE_S
 
 from kvferry.errors import TransportError, TransportUnavailableError
 from kvferry.layout import Device, Region
 from kvferry.staging.mapped import MappedTransport
-from kvferry.testing.device import FakeDevice, FakeResources
 from kvferry.transport import (
     InProcessNetwork,
     InProcessTransport,
@@ -30,7 +31,6 @@ from kvferry.transport import (
     Transport,
 )
 from kvferry.transport.mooncake import MooncakeTransport
-from kvferry.transport.simulated import SimulatedHandle, SimulatedTransport, SimulatedWire
 
 DEADLINE_S = PATIENCE_S
 MEMORY = 1 << 20

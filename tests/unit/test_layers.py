@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections import Counter
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -42,20 +41,6 @@ FLOORS = {
     "endpoint": ("runtime", "prefill", "decode"),
 }
 """The folders within a layer, likewise."""
-
-MEAN_THE_SAME = {
-    "__init__",  # a package
-    "base",  # what the files beside it have in common
-    "construction",  # made as the settings say
-    "endpoint",  # of either side, as are the four that follow
-    "driver",
-    "context",
-    "rooms",
-    "room",
-    "memory",  # the simulation's
-    "pods",  # likewise
-}
-"""Names of files of which the library has several."""
 
 ENGINES = {file.parent.name for file in (PACKAGE / "engines").glob("*/__init__.py")}
 
@@ -122,17 +107,16 @@ def test_the_two_sides_of_an_endpoint_do_not_know_each_other():
         assert not {module for module in imports(file) if module.startswith("kvferry.endpoint.prefill")}
 
 
-def test_no_file_of_the_library_has_the_name_of_another_that_means_something_else():
-    library = LAYERS[: LAYERS.index("engines")]
-    names = Counter(file.stem for layer in library for file in layer_files(layer))
-    assert {name for name, count in names.items() if count > 1} == MEAN_THE_SAME
+def test_nothing_that_ships_needs_what_proves_it():
+    for file in PACKAGE.rglob("*.py"):
+        assert "proof" not in {module.split(".")[0] for module in imports(file)}, file.relative_to(ROOT)
 
 
 def test_no_imports_go_in_a_circle():
-    """Also those that only types need. The parts of a simulated world know the world, and it them."""
-    below_testing = LAYERS[: LAYERS.index("testing")]
-    files = [file for layer in below_testing for file in layer_files(layer)]
-    modules = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file for file in files}
+    """Also those that only types need."""
+    files = {file: file.relative_to(PACKAGE.parent) for file in PACKAGE.rglob("*.py")}
+    files |= {file: file.relative_to(ROOT) for file in (ROOT / "proof").rglob("*.py")}
+    modules = {".".join(path.with_suffix("").parts): file for file, path in files.items()}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for module, file in modules.items():
         if file.name != "__init__.py":  # a package names what is in it

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from tests.planted.catalogue import CATALOGUE, PlantedFault
+from proof.planted.catalogue import CATALOGUE, PlantedFault
 
 import kvferry
 

@@ -14,7 +14,6 @@ from kvferry.applications.demo.command import demo
 from kvferry.applications.doctor.command import doctor
 from kvferry.applications.drain.command import drain
 from kvferry.applications.plan.command import plan
-from kvferry.applications.sim.command import sim
 from kvferry.applications.top.command import top, trace
 from kvferry.applications.up.command import up
 from kvferry.errors import KVFerryError
@@ -108,5 +107,5 @@ def release(
             )
 
 
-for _command in (demo, plan, bench, up, doctor, top, drain, trace, sim):
+for _command in (demo, plan, bench, up, doctor, top, drain, trace):
     app.command()(_command)

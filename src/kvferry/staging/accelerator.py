@@ -1,6 +1,6 @@
 """What the kernels ask of an accelerator: streams, and copies that wait in them for their turn.
 
-`cuda.CudaAccelerator` is the one that there is. `kvferry.testing.device` has another one, without any hardware, whose
+`cuda.CudaAccelerator` is the one that there is. `proof.device` has another one, without any hardware, whose
 streams run late and in any order that they allow: what runs there is the code that runs on a GPU, and every read of
 bytes that nothing ordered behind their write is an error.
 """

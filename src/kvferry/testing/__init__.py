@@ -2,14 +2,12 @@
 
 `LocalNetwork` starts endpoints of this process, with a `Pool` each: an engine's own memory, or memory that the pool
 allocates. `Pool.check` finds every byte that is wrong. `FaultyTransport` makes transfers fail. `pytest_plugin` has
-fixtures. The simulated system, `World`, runs kvferry itself through whatever can go wrong.
+fixtures.
 """
 
 from kvferry.testing.contents import Contents, CopiedContents, KnownContents
 from kvferry.testing.network import LocalNetwork, Pair
 from kvferry.testing.pools import Block, Pool, WrongBytes, copied_contents
-from kvferry.testing.simulation import Limits, ViolationError, World
-from kvferry.testing.simulation.search import search
 from kvferry.testing.transports import FaultyTransport
 from kvferry.transport import InProcessNetwork, InProcessTransport
 
@@ -21,13 +19,9 @@ __all__ = [
     "InProcessNetwork",
     "InProcessTransport",
     "KnownContents",
-    "Limits",
     "LocalNetwork",
     "Pair",
     "Pool",
-    "ViolationError",
-    "World",
     "WrongBytes",
     "copied_contents",
-    "search",
 ]

@@ -25,7 +25,7 @@ from tests.real_engines.sglang.changed import (
 )
 
 from kvferry.engines.contract import contract_for
-from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, TRIED
+from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, TRIED, engine_version
 from kvferry.engines.sglang.names import (
     BACKENDS,
     CREATE_RECEIVER,
@@ -36,7 +36,6 @@ from kvferry.engines.sglang.names import (
     STATE_ARGS,
     TRANSFER_QUEUE,
 )
-from kvferry.engines.sglang.plugin import engine_version
 
 pytestmark = pytest.mark.timeout(240)
 

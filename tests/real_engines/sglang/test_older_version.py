@@ -15,9 +15,8 @@ from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, c
 from tests.real_engines.sglang.ranks import Model, place
 
 from kvferry.engines.contract import contract_for
-from kvferry.engines.sglang.contract import SERVING, TRIED
+from kvferry.engines.sglang.contract import SERVING, TRIED, engine_version
 from kvferry.engines.sglang.options import check_options
-from kvferry.engines.sglang.plugin import engine_version
 from kvferry.errors import UsageError
 
 pytestmark = [

@@ -6,13 +6,13 @@ import itertools
 import logging
 
 import pytest
+from proof.simulation.control_network import ControlNetwork, SimulatedConnectingEnd
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import Message
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
-from kvferry.testing.simulation.control_network import ControlNetwork, SimulatedConnectingEnd
 
 HERE, THERE = "tcp://prefill:1", "tcp://prefill:2"
 LIMIT_S = 4.0

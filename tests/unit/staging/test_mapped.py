@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proof.device import FakeDevice, FakeResources, FakeSharing, IllegalAddressError, UnorderedAccessError
+from proof.device.device import Work
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, new_engine_name
 from tests.support.fake_driver import MAPPED_AT, FakeDriverLibrary
@@ -40,8 +42,6 @@ from kvferry.staging.cuda_driver import CudaDriver
 from kvferry.staging.mapped import MappedTransport
 from kvferry.staging.resources import MachineResources
 from kvferry.staging.sharing import CudaSharing, SharedAllocation
-from kvferry.testing.device import FakeDevice, FakeResources, FakeSharing, IllegalAddressError, UnorderedAccessError
-from kvferry.testing.device.device import Work
 from kvferry.transport import NixlTransport, PeerMetadata, PreparedList, TransferHandle
 
 BYTES = 4096

@@ -1,7 +1,7 @@
 """On a device whose work waits, whatever kvferry reads was written by something that it has waited for.
 
 The endpoints, rings, slots and kernels are the ones that run on a GPU. Of the device, only the hardware is missing: see
-`kvferry.testing.device`.
+`proof.device`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proof.device import FakeAccelerator, FakeDevice, UnorderedAccessError, ranges_of
 from tests.support.engines import WAIT_S
 from tests.support.on_device import OnDevice
 from tests.support.waiting import eventually
@@ -23,7 +24,6 @@ from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import PackedSide
 from kvferry.staging.gpu import GpuKernels
-from kvferry.testing.device import FakeAccelerator, FakeDevice, UnorderedAccessError, ranges_of
 
 SOME = ranges_of(np.array([4096]), 64)
 OTHERS = ranges_of(np.array([8192]), 64)

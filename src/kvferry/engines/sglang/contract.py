@@ -30,6 +30,14 @@ from kvferry.engines.sglang.names import (
 TRIED = ("0.5.22", "0.5.23")
 """The versions of SGLang with which every line below was tried, by the tests in tests/real_engines/sglang."""
 
+
+def engine_version() -> str:
+    """Returns SGLang's version."""
+    from sglang.version import __version__
+
+    return str(__version__)
+
+
 _BASE = "sglang.srt.disaggregation.base.conn"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"

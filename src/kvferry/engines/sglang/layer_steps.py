@@ -141,8 +141,7 @@ def layer_steps(args: Any, layout: RankLayout, most: int) -> LayerSteps | None:
     from sglang.srt.runtime_context import get_exec
 
     from kvferry.engines.contract import enforce
-    from kvferry.engines.sglang.contract import LAYERS
-    from kvferry.engines.sglang.plugin import engine_version
+    from kvferry.engines.sglang.contract import LAYERS, engine_version
 
     enforce(LAYERS, engine_version(), warns=False)
     if get_exec().overlap.enable_two_batch_overlap:

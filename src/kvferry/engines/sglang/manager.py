@@ -30,6 +30,7 @@ from kvferry import (
 from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.compressed import rings_of
+from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
@@ -42,7 +43,6 @@ from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.placement import placement_of
-from kvferry.engines.sglang.plugin import engine_version
 from kvferry.engines.sglang.pools import caches_of, draft_modules
 from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
 from kvferry.engines.sglang.settings import settings_beside

@@ -15,7 +15,7 @@ from typing import Any
 from kvferry.engines.contract import enforce, holds
 from kvferry.engines.sglang import hooks, layer_steps, pools, termination
 from kvferry.engines.sglang.conditions import around_requests
-from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING
+from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
     BACKENDS,
@@ -162,13 +162,6 @@ def _check_when_applied(registry: Any, added: tuple[Hook, ...], *, must_stop: bo
             log.error("--disaggregation-transfer-backend %s will not work: %s", NAME, hooks.loss(gone))
 
     registry.apply_hooks = classmethod(apply_and_check)
-
-
-def engine_version() -> str:
-    """Returns SGLang's version."""
-    from sglang.version import __version__
-
-    return str(__version__)
 
 
 @cache

@@ -1,0 +1,117 @@
+"""Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `make planted`.
+
+python -m proof.planted                 all of them; CONTRIBUTING.md gets the table
+python -m proof.planted window prefix   those whose names or files have one of the words
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+from proof.planted.catalogue import CATALOGUE, PlantedFault
+
+ROOT = Path(__file__).parents[2]
+LONGEST_S = 1800.0
+
+TABLE = ROOT / "CONTRIBUTING.md"
+MARKS = "<!-- catalogue -->\n", "<!-- /catalogue -->"
+TIERS = ("make test", "make test-all", "nothing")
+"""What may find a fault, the first that does."""
+
+
+def copy(target: Path) -> None:
+    """Copies what git knows of, and links to this environment."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        file = target / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes((ROOT / name).read_bytes())
+    (target / ".venv").symlink_to(sys.prefix)
+
+
+def fails(tree: Path, *arguments: str) -> bool:
+    """Runs tests in a copy until one fails."""
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src")}
+    done = subprocess.run(
+        [*command, *arguments], cwd=tree, env=environment, capture_output=True, check=False, timeout=LONGEST_S
+    )
+    if done.returncode not in (0, 1, 2):  # pytest's own trouble; 2 is a module that cannot be imported any more
+        raise RuntimeError(done.stdout.decode() + done.stderr.decode())
+    return done.returncode != 0
+
+
+ALL_CORES = ("-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder")
+
+
+def found_by(fault: PlantedFault, tree: Path) -> str:
+    """Plants a fault and takes it away again; returns what finds it."""
+    file = tree / "src/kvferry" / fault.file
+    right = file.read_text()
+    assert right.count(fault.right) == 1, (
+        f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times"
+    )
+    file.write_text(right.replace(fault.right, fault.wrong))
+    try:
+        # The nearest alone, in one process: to collect all tests in several takes longer than most faults live.
+        if fails(tree, *fault.nearest.split()) or fails(tree, *ALL_CORES):
+            return "make test"
+        return "make test-all" if fails(tree, *ALL_CORES, "--tier", "full") else "nothing"
+    finally:
+        file.write_text(right)
+
+
+def markdown(found: Mapping[PlantedFault, str]) -> str:
+    """Renders what found which fault as a table, layer by layer."""
+    lines = ["| layer | faults | " + " | ".join(f"found by {tier}" for tier in TIERS) + " |", "|---|---|---|---|---|"]
+    for layer in dict.fromkeys(fault.layer for fault in found):
+        counts = Counter(tier for fault, tier in found.items() if fault.layer == layer)
+        cells = [counts.total(), *(counts[tier] for tier in TIERS)]
+        lines.append(f"| `{layer}` | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def write(found: Mapping[PlantedFault, str]) -> None:
+    """Writes the table."""
+    before, rest = TABLE.read_text().split(MARKS[0])
+    _, after = rest.split(MARKS[1])
+    TABLE.write_text(f"{before}{MARKS[0]}{markdown(found)}\n{MARKS[1]}{after}")
+
+
+def main() -> int:
+    """Says which fault is found by what; the exit code is 0 only if each is found by something."""
+    words = sys.argv[1:]
+    faults = [each for each in CATALOGUE if not words or any(word in f"{each.name} {each.file}" for word in words)]
+    found: dict[PlantedFault, str] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder)
+        copy(tree)
+        for nearest in dict.fromkeys(fault.nearest for fault in faults):
+            if fails(tree, *nearest.split()):
+                sys.stderr.write(f"{nearest} fails without any fault: mend that first\n")
+                return 1
+        for fault in faults:
+            begun = time.monotonic()
+            found[fault] = tier = found_by(fault, tree)
+            sys.stdout.write(f"{fault.layer:10} {fault.name}: found by {tier} ({time.monotonic() - begun:.0f} s)\n")
+            sys.stdout.flush()
+    if not words:
+        write(found)
+    sys.stdout.write(f"{len(faults)} faults:\n{markdown(found)}\n")
+    return int("nothing" in found.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,438 @@
+"""Who checks after every step that the laws hold, in what callers see and in every byte of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from typing import Any
+
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.transfer import Transfer
+from kvferry.errors import KVFerryError
+from kvferry.plan import TransferPath
+from kvferry.protocol.transfer.credits import Span
+from kvferry.protocol.transfer.holding import longest_s
+from kvferry.protocol.transfer.states import (
+    RECEIVER_TRANSITIONS,
+    SENDER_TRANSITIONS,
+    ReceiverState,
+    SenderState,
+    SideState,
+    TransferState,
+)
+from kvferry.protocol.wire.codec import decode_notification, decode_to_decode, decode_to_prefill
+from kvferry.protocol.wire.messages import Numbered, Ping
+from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
+from proof.simulated_transport import Piece, SimulatedHandle, SimulatedTransport
+from proof.simulation.adversary import Adversary
+from proof.simulation.circumstances import WAITS
+from proof.simulation.control_network import Line
+from proof.simulation.laws import Law, ViolationError, demand
+from proof.simulation.leftovers import leftovers
+from proof.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
+from proof.simulation.processes import Process
+from proof.simulation.raised import is_of_a_caller
+from proof.simulation.requests import RankSide, ReceiveSide, Request, SendSide
+from proof.simulation.universe import Universe
+
+
+def _followers(table: Mapping[Any, Mapping[Any, Any]]) -> dict[TransferState, set[TransferState]]:
+    """By state as callers see it, all that may follow, sooner or later: several moves may lie between two looks."""
+    followers: dict[TransferState, set[TransferState]] = {state.shown: set() for state in table}
+    for state, moves in table.items():
+        followers[state.shown] |= {target.shown for target in moves.values() if target.shown is not state.shown}
+    for _ in table:
+        for reached in followers.values():
+            reached.update(*(followers[state] for state in tuple(reached)))
+    return followers
+
+
+_SENDER_FOLLOWERS = _followers(SENDER_TRANSITIONS)
+_RECEIVER_FOLLOWERS = _followers(RECEIVER_TRANSITIONS)
+_LOOKS_A_CHECK = 8  # nothing is missed in between: pages are compared again before somebody gets them
+_MOST_PROGRESS = 8  # how often a transfer may get on while its state stays the same: a few chunks and parts
+_SLACK_S = 1.5  # until somebody has a turn, and looks
+_TELLS_S = 2.5  # until the other side has been found and told; less than any deadline
+_TELLS_UNLESS = frozenset(
+    {
+        "crash",
+        "freeze",
+        "close",
+        "cut",
+        "registry",
+        "send fails",
+        "connect fails",
+        "clock",
+        "reorder",
+        "frozen receiver",
+        "freeze of a writer",
+        "leave",
+        "unproved end",
+        "silent line",
+        "second start",
+        "close waits",
+    }
+)  # then who is to be told may be out of reach, or take its peer for lost
+
+
+LOSES_NOTHING = frozenset(
+    {
+        "abort",
+        "write fails",
+        "post fails",
+        "copy fails",
+        "late",
+        "absent",
+        "miscount",
+        "refuse",
+        "another prompt",
+        "change callback",
+        "ready",
+        "raising post",
+        "measuring write",
+    }
+)
+"""Troubles that lose no message."""
+
+
+def _longest_s(side: type[SideState], state: TransferState) -> float:
+    is_bounded_at_once = state in (TransferState.BOOTSTRAPPING, TransferState.SUCCESS, TransferState.FAILED)
+    return longest_s(side, state, WAITS) * (1 if is_bounded_at_once else _MOST_PROGRESS) + _SLACK_S
+
+
+_LONGEST_S = {
+    (side, state): _longest_s(side, state) for side in (SenderState, ReceiverState) for state in TransferState
+}
+"""How long each side may hold pages in each state."""
+
+
+class Inspector:
+    """Checks one world. Whatever it finds against a law is a ViolationError."""
+
+    def __init__(self, world: Universe, adversary: Adversary) -> None:
+        self._world = world
+        self._adversary = adversary
+        self._looks = 0
+        self._all_in_reach_since = 0.0
+        self._is_told_soon = not _TELLS_UNLESS & world.troubles
+        self._exceeded: list[str] = []
+        # Where staged writes go, by the number of their post.
+        self._staged: list[tuple[int, SimulatedTransport, int, int]] = []
+        self._sent: dict[tuple[Line, bool, int], int] = {}  # by line, way and epoch the last number
+        self._sent_again: list[str] = []
+        self._posted_at: dict[SimulatedHandle, float] = {}
+        self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
+
+    def look(self, process: Process) -> None:
+        """What a process's callers see after it did something, and what its memory holds."""
+        if self._world.raised.found:
+            raise ViolationError(Law.NEVER_RAISES, f"{process.name}: {self._world.raised.found[0]}")
+        if self._world.wire.breaches:
+            raise ViolationError(Law.CONTRACT, self._world.wire.breaches[0])
+        if self._exceeded:  # not raised where it was seen: there it would be an error of the transport
+            raise ViolationError(Law.BOUNDED, self._exceeded[0])
+        if self._sent_again:
+            raise ViolationError(Law.GOES_ON, self._sent_again[0])
+        if process.is_prefill:
+            self._check_admission(process)
+        self._looks += 1
+        if self._looks % _LOOKS_A_CHECK == 0 and not process.is_prefill:
+            process.pool.check_free(process.name)
+        if not process.has_acted:
+            return
+        process.has_acted = False
+        sides = self._world.sides_of(process)
+        for side in sides:
+            if side.transfer is not None:
+                self._check_state(side, side.transfer)
+        for side in sides:
+            if not side.is_released and side.transfer is not None and process.is_alive:
+                self._look_at(side, side.transfer)
+
+    def _check_state(self, side: RankSide, transfer: Transfer) -> None:
+        """Of those whose pages were given back, too: nothing may happen to them any more."""
+        state, was = transfer.state, side.last_state
+        if state is not was:
+            followers = _SENDER_FOLLOWERS if isinstance(side, SendSide) else _RECEIVER_FOLLOWERS
+            side.last_state = state
+            demand(
+                state in followers[was],
+                Law.STATES,
+                f"{side.process.name}: {side.request} was {was.value}, and is {state.value}",
+            )
+        if (transfer.error is not None) != (state is TransferState.FAILED):
+            raise ViolationError(
+                Law.STATES,
+                f"{side.process.name}: {side.request} is {state.value}, and its error {transfer.error}",
+            )
+
+    def _look_at(self, side: RankSide, transfer: Transfer) -> None:
+        if transfer.error is not None:
+            self._check_error(transfer.error)
+        if transfer.state is TransferState.FAILED and side.failed_at is None:
+            side.failed_at = self._world.now
+        if isinstance(side, ReceiveSide) and transfer.state is TransferState.SUCCESS and not side.is_checked:
+            self._check_received(side)
+        if transfer.pages_reusable:
+            self._world.note(
+                "%s: %s gives back pages %s (%s)", side.process.name, side.request, side.pages, transfer.state.value
+            )
+            side.is_released = True
+            is_source = isinstance(side, SendSide)
+            side.process.pool.give_back(side.pages, SOURCE_GONE if is_source else DESTINATION_GONE)
+            self._world.outcomes[f"{'sent' if is_source else 'received'}: {transfer.state.value}"] += 1
+            if transfer.state is TransferState.FAILED:
+                self._failed(side.request, side.process, str(transfer.error))
+
+    def _check_received(self, side: ReceiveSide) -> None:
+        assert side.receiver is not None
+        side.is_checked = True
+        who = f"{side.process.name}: {side.request}"
+        side.process.pool.check(side.pages, side.request.contents, side.first_token, side.held, HELD, who)
+        demand(side.receiver.aux == side.request.aux, Law.EXACT, f"{who}: aux data is {side.receiver.aux!r}")
+
+    def _check_error(self, error: KVFerryError) -> None:
+        demand("unexpected error" not in str(error) or is_of_a_caller(str(error)), Law.NEVER_RAISES, str(error))
+
+    def _failed(self, request: Request, process: Process, why: str) -> None:
+        self._world.note("%s: %s failed: %s", process.name, request, why)
+        demand(
+            bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
+        )
+
+    def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
+        """A message was sent, where none is lost: is it one that was sent before?"""
+        message = decode_to_prefill(data) if is_up else decode_to_decode(data)
+        if isinstance(message, Numbered):
+            sent = self._sent.get((line, is_up, message.epoch), 0)
+            if message.number <= sent:
+                self._sent_again.append(f"{line.identity} and {line.address}: message {message.number} is sent again")
+            self._sent[line, is_up, message.epoch] = message.number
+        elif isinstance(message, Ping) and message.resends:
+            self._sent_again.append(f"{line.identity} has {line.address} send again what it has not received")
+
+    def _check_admission(self, process: Process) -> None:
+        """Nobody waits to be admitted while there is room for who came before all others for whom it is not full."""
+        assert isinstance(process.endpoint, PrefillEndpoint)
+        admission = process.endpoint._driver.admission
+        first: tuple[int, int] | None = None
+        for lane in admission._lanes.values():
+            waits = lane.first()
+            if waits is not None and admission._fits_lane(lane, waits[2]) and (first is None or waits[1] < first[0]):
+                first = waits[1], waits[2]
+        if first is not None and admission._fits_all(first[1]):
+            raise ViolationError(Law.GOES_ON, f"{process.name}: {first[1]} bytes wait to be admitted, and need not")
+
+    def check_post(self, transfer: SimulatedHandle) -> None:
+        """A write was posted: is that more than may be on its way?"""
+        source = self._world.process_of(transfer.source)
+        now = source.platform.now()
+        self._posted_at[transfer] = now
+        if not transfer.notification:
+            return  # it measures
+        if not isinstance(self._what(transfer), ChunkArrived):
+            if "measuring write" in self._world.circumstances.odds:
+                addresses = [piece.destination for piece in transfer.left]
+                self._staged.append((transfer.number, transfer.target, min(addresses), max(addresses)))
+            return
+        by_target: dict[SimulatedTransport, list[SimulatedHandle]] = {}
+        for each in self._world.wire.moving:
+            if each.is_orphan or not each.notification:
+                continue  # it has failed, for all that its writer knows, or measures
+            if each.source is transfer.source and isinstance(self._what(each), ChunkArrived):
+                by_target.setdefault(each.target, []).append(each)
+        settings = source.endpoint.settings
+        self._check_bound(source, by_target[transfer.target], settings.direct_receiver_mib)
+        if source.platform.skew_s:
+            return  # receivers may seem to have stood still, which others have used by now
+        # A receiver at which nothing has ended for long does not count in all.
+        moving = [
+            each
+            for transfers in by_target.values()
+            if now - min(self._posted_at[each] for each in transfers) < WAITS.write_s / 2
+            for each in transfers
+        ]
+        self._check_bound(source, moving, settings.direct_mib)
+
+    def _check_bound(self, source: Process, transfers: list[SimulatedHandle], most_mib: float) -> None:
+        total = sum(each.report.total_bytes for each in transfers)
+        if total > most_mib * 2**20 and len(transfers) > 1:
+            self._exceeded.append(f"{source.name}: {len(transfers)} direct writes of {total} bytes are on their way")
+
+    def _what(self, transfer: SimulatedHandle) -> Notification:
+        """What a write notifies its receiver of."""
+        about = self._about.get(transfer)
+        if about is None:
+            about = self._about[transfer] = decode_notification(transfer.notification)
+        return about
+
+    def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
+        """A piece is about to land: whose is what it reads and what it overwrites?"""
+        if not transfer.notification:
+            self._check_measuring(transfer, piece)
+            return
+        about = self._what(transfer)
+        source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
+        if piece.sent is None and source.died_at is None and source.pool.holds(piece.source):
+            page, owner = source.pool.owner_at(piece.source)
+            if not (isinstance(owner, SendSide) and owner.request.room == about.room):
+                raise ViolationError(
+                    Law.NO_REUSE_UNDER_A_READ,
+                    f"{source.name}: page {page} is read for room {about.room}, but belongs to {_owner_name(owner)}",
+                )
+            demand(
+                source.pool.is_computed(piece.source),
+                Law.READY,
+                f"{source.name}: page {page} is read for room {about.room} before what is read is computed",
+            )
+        if target.pool.holds(piece.destination):
+            page, owner = target.pool.owner_at(piece.destination)
+            if not (isinstance(owner, ReceiveSide) and owner.generation == about.generation):
+                raise ViolationError(
+                    Law.NO_WRITE_AFTER_RELEASE if owner is None else Law.OWN_PAGES_ONLY,
+                    f"{target.name}: page {page} is written to by {source.name} for room {about.room}, but belongs to "
+                    f"{_owner_name(owner)}",
+                )
+        elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
+            ring = target.endpoint._driver.context.staging.ring(transfer.source.endpoint_name, about.epoch)
+            demand(
+                ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
+                Law.NO_WRITE_AFTER_RELEASE,
+                f"{target.name}: {source.name} writes for room {about.room} to a span of the ring that was given back",
+            )
+
+    def _check_measuring(self, transfer: SimulatedHandle, piece: Piece) -> None:
+        """A piece of a write that measures is about to land: nobody may use its ring yet."""
+        for number, target, first, last in self._staged:
+            demand(
+                not (number > transfer.number and target is transfer.target and first <= piece.destination <= last),
+                Law.OWN_PAGES_ONLY,
+                f"{transfer.source.endpoint_name} measures the wire to a ring of {target.endpoint_name} that is in use",
+            )
+
+    def check_holdings(self) -> None:
+        """No state holds pages for longer than the table says."""
+        if self._is_anyone_out_of_reach():
+            self._all_in_reach_since = self._world.now
+        if self._is_told_soon:
+            self._check_told()
+        for side in self._open_sides():
+            transfer = side.transfer
+            assert transfer is not None
+            if side.process.thaws_at is not None or transfer.state is not side.state:
+                side.state, side.held_since = transfer.state, self._world.now
+                side.longest_s = _LONGEST_S[SenderState if isinstance(side, SendSide) else ReceiverState, side.state]
+                continue
+            since, longest_s = side.held_since, side.longest_s
+            if transfer.state is TransferState.FAILED:
+                since = max(since, self._all_in_reach_since)
+            if self._world.now - since > longest_s and not self._is_kept_by_right(side):
+                raise ViolationError(
+                    Law.GIVES_BACK,
+                    f"{side.process.name}: {side.request} holds pages for more than {longest_s:g} s while it is "
+                    f"{transfer.state.value}, against the table",
+                )
+
+    def _check_told(self) -> None:
+        """When a side has failed, no rank of the other side goes on for long."""
+        kept_until = self._adversary.kept_until
+        for request in self._world.requests:
+            pairs = product((side.process for side in request.senders), (side.process for side in request.receivers))
+            connected_by = max(kept_until.get(both, 0.0) for both in pairs)
+            failed = {
+                True: [side.failed_at for side in request.senders if side.failed_at is not None],
+                False: [side.failed_at for side in request.receivers if side.failed_at is not None],
+            }
+            for side in request.sides:
+                since = failed[isinstance(side, ReceiveSide)]
+                transfer = side.transfer
+                if not since or side.is_released or transfer is None or transfer.state.is_final:
+                    continue
+                if isinstance(side, SendSide) and side.may_be_late:
+                    continue  # docs/reliability.md, "What is not promised"
+                waits_s = self._world.now - max(side.opened_at, min(since), connected_by)
+                demand(
+                    waits_s <= _TELLS_S,
+                    Law.TELLS,
+                    f"{side.process.name}: {request} is {transfer.state.value} {waits_s:.1f} s after the other side "
+                    "failed",
+                )
+
+    def _is_anyone_out_of_reach(self) -> bool:
+        """Whether somebody is frozen, cut off or not replaced, or a write is slow: then pages may be held."""
+        world = self._world
+        return (
+            not world.registry.answers
+            or (world.circumstances.wire_bytes_per_s is not None and bool(world.wire.transfers))
+            or max(self._adversary.held.values(), default=0.0) > world.now
+            or max(self._adversary.doomed.values(), default=0.0) > world.now
+            or any(process.thaws_at is not None for process in world.processes)
+            or any(line.is_cut for line in world.network.lines)
+            or not all(process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
+        )
+
+    def _is_kept_by_right(self, side: RankSide) -> bool:
+        """Whether a rank that nobody can prove to have ended may still write to a failed room's pages."""
+        if not isinstance(side, ReceiveSide) or side.transfer is None or not self._world.proves_no_end:
+            return False
+        engines = [self._world.circumstances.engines[name] for name in (side.request.prefill, side.request.decode)]
+        forced = {each.settings.forced_path for each in engines}
+        does_without = engines[1].settings.unproven_path == "auto" and TransferPath.STAGED not in forced
+        is_direct = TransferPath.DIRECT in forced or does_without
+        return (
+            is_direct
+            and side.transfer.state is TransferState.FAILED
+            and any(each.engine == side.request.prefill and not each.is_alive for each in self._world.processes)
+        )
+
+    def _open_sides(self) -> Iterator[RankSide]:
+        """Those whose callers have opened the room, and do not have their pages back."""
+        for side in self._world.sides:
+            if not side.is_released and side.transfer is not None and side.process.is_alive:
+                yield side
+
+    def what_is_open(self, *, but_for_frozen: bool) -> tuple[Law, str] | None:
+        """What is not over, or left over, and the law against it.
+
+        Args:
+            but_for_frozen: whether pages may be held as long as somebody is frozen.
+        """
+        is_someone_frozen = any(process.thaws_at is not None for process in self._world.processes)
+        for side in self._open_sides():
+            transfer = side.transfer
+            assert transfer is not None
+            if side.process.thaws_at is not None:
+                continue
+            if not transfer.state.is_final:
+                return Law.ENDS, f"{side.process.name}: {side.request} is still {transfer.state.value}"
+            if self._is_kept_by_right(side):
+                continue
+            # Whoever is frozen may write or be written to when it thaws, and nothing says when.
+            if not (but_for_frozen and is_someone_frozen):
+                return Law.GIVES_BACK, f"{side.process.name}: {side.request} ended, but keeps its pages"
+        living = {process.transport.endpoint_name for process in self._world.processes if process.is_alive}
+        for process in self._world.processes if not is_someone_frozen else ():
+            kept = {side.request.room for side in self._world.sides_of(process) if self._is_kept_by_right(side)}
+            left = leftovers(process, living, kept) if process.is_alive else ""
+            if left:
+                return Law.LEAVES_NOTHING, f"{process.name}: left are {left}"
+        return None
+
+    def check_over(self, *, but_for_frozen: bool) -> None:
+        """Everything has ended, and nothing is left of it. See `what_is_open`."""
+        found = self.what_is_open(but_for_frozen=but_for_frozen)
+        if found is not None:
+            raise ViolationError(*found)
+
+    def check_memory(self) -> None:
+        """No byte changed that belongs to nobody."""
+        for process in self._world.processes:
+            if process.is_alive:
+                process.pool.check_free(process.name)
+
+
+def _owner_name(owner: object | None) -> str:
+    if owner is None:
+        return "nobody"
+    assert isinstance(owner, (SendSide, ReceiveSide))
+    return f"{owner.request} on {owner.process.name}"
