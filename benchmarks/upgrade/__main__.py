@@ -1,11 +1,11 @@
 """An upgrade under load: `python -m benchmarks.upgrade --requests 10000`, or `make upgrade REQUESTS=10000`.
 
 Two prefill engines, of which one sends directly and one through staging memory, two decode engines, each a process of
-its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with the release before,
-from the history of the repository. While requests keep coming, every engine is replaced by this tree's, one after the
-other: it drains, a prefill engine by `kvferry drain` where its release has that, its process ends, and its successor
-registers under the same name. Then every member of etcd is killed and started again; with `--registry http` kvferry's
-own registry is there instead, and replaced like an engine. Last, a prefill engine of this tree leaves for good. Every
+its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with this tree. While
+requests keep coming, every engine is replaced by one of a next release, which speaks one version of the protocol more,
+one after the other: it drains, a prefill engine by `kvferry drain`, its process ends, and its successor registers under
+the same name. Then every member of etcd is killed and started again; with `--registry http` kvferry's
+own registry is there instead, and replaced like an engine. Last, a prefill engine leaves for good. Every
 request must arrive byte-exact on the decode side. The exit code is 0 only then.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.upgrade.registries import HttpRegistry
-from benchmarks.upgrade.releases import THIS_TREE, MissingReleaseError, previous_release
+from benchmarks.upgrade.releases import THIS_TREE, next_release
 from benchmarks.upgrade.upgrade import ENGINES, SETTINGS, Account, Ended, Plan, Upgrade
 from tests.support.etcd import EtcdCluster
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument(
         "--quiet", type=float, default=3.0, help="seconds before the first replacement and after the last"
     )
-    parser.add_argument("--back", action="store_true", help="from this tree back to the release before")
+    parser.add_argument("--back", action="store_true", help="from the next release back to this tree")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     typed = parser.parse_args()
     if typed.requests < 1 or typed.rate <= 0 or not 0 <= typed.replaced <= ENGINES or not 0 <= typed.members <= MEMBERS:
@@ -95,11 +95,8 @@ def main() -> None:
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     plan = Plan(typed.requests, typed.rate, typed.replaced, typed.members, typed.quiet)
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            older = previous_release(Path(folder) / "older")
-        except MissingReleaseError as error:
-            sys.exit(str(error))
-        first, then = (THIS_TREE, older) if typed.back else (older, THIS_TREE)
+        newer = next_release(Path(folder) / "newer")
+        first, then = (newer, THIS_TREE) if typed.back else (THIS_TREE, newer)
         if typed.registry == "etcd":
             with EtcdCluster(Path(folder), MEMBERS) as cluster:
                 account = Upgrade(plan, first, then, cluster).run()

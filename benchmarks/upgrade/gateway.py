@@ -27,7 +27,6 @@ class Gateway:
         """Begins to look."""
         self.looks = self.problems = 0
         self._client = create_registry_client(settings, settings.registry_address)
-        self._left_out: set[str] = set()
         self._views: dict[str, EngineView] = {}
         self._is_closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="gateway", daemon=True)
@@ -40,14 +39,6 @@ class Gateway:
                 self.looks += 1
             except RegistryError:
                 self.problems += 1
-
-    def leave_out(self, engine: str) -> None:
-        """Gives an engine no new requests, whatever the registry says: of a release that knows no drain."""
-        self._left_out.add(engine)
-
-    def reopen(self, engine: str) -> None:
-        """Gives it requests again, once it is registered."""
-        self._left_out.discard(engine)
 
     def is_draining(self, engine: str) -> bool:
         """Whether an engine drains, as the registry last said."""
@@ -65,11 +56,7 @@ class Gateway:
         Args:
             loads: how many requests each engine has.
         """
-        able = [
-            each
-            for each in loads
-            if each not in self._left_out and not self.is_draining(each) and self.incarnation(each) is not None
-        ]
+        able = [each for each in loads if not self.is_draining(each) and self.incarnation(each) is not None]
         return min(able, key=lambda each: loads[each], default=None)
 
     def __enter__(self) -> Gateway:

@@ -293,22 +293,16 @@ class Upgrade:
         yield from self._until(lambda: engine.is_up)
         if is_prefill:
             yield from self._until(lambda: self._gateway.incarnation(name) not in (None, before))
-        self._gateway.reopen(name)
         self._closed.discard(name)
         self._note(name, begin, drained, ended)
 
     def _drain(self, engine: _Engine) -> Iterator[bool]:
-        """Drains an engine, if its release can; else it is merely left out."""
-        name, can_drain = engine.spec.engine, engine.host.release.has_drain
         if engine.spec.role == "decode":  # the registry knows prefill engines alone
-            self._closed.add(name)
-            if can_drain:
-                engine.host.connections[0].send([Drain()])
-                yield from self._until(lambda: engine.has_drained)
-        elif can_drain:
-            yield from self._drain_by_command(engine)
+            self._closed.add(engine.spec.engine)
+            engine.host.connections[0].send([Drain()])
+            yield from self._until(lambda: engine.has_drained)
         else:
-            self._gateway.leave_out(name)
+            yield from self._drain_by_command(engine)
 
     def _drain_by_command(self, engine: _Engine, late: _Request | None = None) -> Iterator[bool]:
         """Drains a prefill engine as an operator does. The gateway hears of it from the registry alone.
@@ -334,9 +328,8 @@ class Upgrade:
 
     def _leave(self) -> Iterator[bool]:
         """Has a prefill engine leave for good while requests come, with one of which the decode side comes late."""
-        engine = next((each for each in self._prefills if each.host.release.has_drain), None)
-        decode = self._choose_decode()
-        if not self._then.has_drain or engine is None or decode is None:
+        engine, decode = self._prefills[0], self._choose_decode()
+        if decode is None:
             return
         begin, late = self._now(), self._begin(engine, decode)
         engine.host.connections[0].send([late.order])

@@ -136,9 +136,9 @@ class World(Universe):
         self.note("%s starts on %s at %s", name, machine, address)
 
     def _spoken(self, life: str) -> Versions:
-        """Returns which versions a life of a rank speaks: in some worlds some are of the release before."""
+        """Returns which versions a life of a rank speaks: in some worlds some are of a release that is to come."""
         is_older = self._mixes_releases and random.Random(f"{self.seed} {life} is older").random() < 0.5
-        return Versions(SPOKEN.oldest, SPOKEN.oldest) if is_older else SPOKEN
+        return Versions(SPOKEN.oldest, SPOKEN.newest + 1) if self._mixes_releases and not is_older else SPOKEN
 
     def _see(self, identity: ProcessIdentity) -> Sight:
         """What its machine shows of a process: that it lives, until it was killed, or closed and no write keeps it."""

@@ -1,17 +1,16 @@
-"""The release before, from the history, beside this one: real processes, both ways round, over either registry."""
+"""This release beside one that speaks a version more: real processes, both ways round, over either registry."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmarks.soak.ranks import Fate, Order, Ready, Report
 from benchmarks.upgrade.processes import RankHost, RankSpec, RegistryHost, Running
-from benchmarks.upgrade.releases import PREVIOUS, THIS_TREE, MissingReleaseError, Release, previous_release
+from benchmarks.upgrade.releases import THIS_TREE, Release, next_release
 from tests.support.real_transport import skip_unless_installed
 
 from kvferry.control.construction import create_registry_client
@@ -25,27 +24,18 @@ PATHS = ("direct", "staged")
 
 
 @pytest.fixture(scope="module")
-def older(tmp_path_factory: pytest.TempPathFactory) -> Release:
-    try:
-        return previous_release(tmp_path_factory.mktemp("previous"))
-    except MissingReleaseError as error:
-        pytest.skip(str(error))
-
-
-def test_a_clone_without_the_release_before_says_how_to_get_it(tmp_path: Path):
-    with pytest.raises(MissingReleaseError, match="not in this clone: `git fetch --unshallow` gets it"):
-        previous_release(tmp_path / "out", root=tmp_path)
-    assert PREVIOUS.read_text().splitlines()[-1].isalnum()
+def newer(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    return next_release(tmp_path_factory.mktemp("releases") / "next")
 
 
 class Releases:
     """A process of either release: at each registry a prefill rank for each path, and a decode rank."""
 
-    def __init__(self, older: Release, urls: Sequence[str]) -> None:
+    def __init__(self, newer: Release, urls: Sequence[str]) -> None:
         common = {"secret": SECRET, "registry_lease_s": 5.0, "bootstrap_timeout_s": 20.0, "staging_memory_mib": 16.0}
         common |= {"staging_ring_mib": 2.0, "staging_chunk_mib": 0.5}
         self.hosts = []
-        for first, release in enumerate((older, THIS_TREE)):
+        for first, release in enumerate((THIS_TREE, newer)):
             ranks = []
             for url in urls:
                 settings = common | {"registry_url": url}
@@ -112,25 +102,22 @@ def registered(url: str) -> list[Versions]:
 
 
 @pytest.mark.full
-def test_releases_exchange_every_byte_both_ways_round_directly_and_staged(older: Release):
+def test_releases_exchange_every_byte_both_ways_round_directly_and_staged(newer: Release):
     """With a secret, so that credentials are derived alike, and at a registry of either release."""
     skip_unless_installed()
     with (
-        RegistryHost(older, lease_s=5.0, secret=SECRET) as before,
         RegistryHost(THIS_TREE, lease_s=5.0, secret=SECRET) as present,
+        RegistryHost(newer, lease_s=5.0, secret=SECRET) as next_one,
     ):
-        releases = Releases(older, [before.url, present.url])
+        releases = Releases(newer, [present.url, next_one.url])
         try:
             releases.wait_up()
-            spoken = [registered(each.url) for each in (before, present)]
+            spoken = [registered(each.url) for each in (present, next_one)]
             rooms = releases.exchange()
         finally:
             ended = releases.close()
     assert len(rooms) == 2 * 2 * 4 * ROOMS
     assert not [report for both in rooms.values() for report in both if report.error or report.wrong]
-    alone = Versions(SPOKEN.oldest, SPOKEN.oldest)
-    assert spoken[0] == [alone] * 4, (
-        "an older registry forgets the newest version: whoever asks it speaks the older one"
-    )
-    assert spoken[1] == [alone, alone, SPOKEN, SPOKEN]
+    both = Versions(SPOKEN.oldest, SPOKEN.newest + 1)
+    assert spoken == [[SPOKEN, SPOKEN, both, both]] * 2
     assert ended == [True, True]

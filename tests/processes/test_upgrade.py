@@ -9,22 +9,16 @@ from typing import Any
 
 import pytest
 from benchmarks.upgrade.__main__ import as_data, latencies, main, shown
-from benchmarks.upgrade.releases import ROOT, MissingReleaseError, previous_release
+from benchmarks.upgrade.releases import ROOT
 from benchmarks.upgrade.upgrade import Account, Ended, Replacement
 from tests.support.etcd import program
 from tests.support.real_transport import skip_unless_installed
 
 
 @pytest.mark.full
-def test_engines_and_a_member_of_the_registry_are_replaced_and_no_request_fails(
-    tmp_path_factory: pytest.TempPathFactory,
-):
+def test_engines_and_a_member_of_the_registry_are_replaced_and_no_request_fails():
     skip_unless_installed()
     program()
-    try:
-        previous_release(tmp_path_factory.mktemp("previous"))
-    except MissingReleaseError as error:
-        pytest.skip(str(error))
     flags = ("--requests", "300", "--rate", "60", "--replaced", "1", "--members", "1", "--quiet", "0.5", "--json")
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks.upgrade", *flags], cwd=ROOT, capture_output=True, text=True, check=False

@@ -1,6 +1,6 @@
 """What is kept at a registry, asked of it or shown to tools is read by two releases: each skips what it does not know.
 
-Between peers: tests/unit/protocol/test_messages.py. With the release before itself: tests/processes.
+Between peers: tests/unit/protocol/test_messages.py. Between whole releases: tests/processes.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 from tests.support.registered_ranks import rank
 from tests.support.statuses import WELL
 
-from kvferry.control.etcd_registry import _RECORD, _Record
+from kvferry.control.etcd_registry import _Record
 from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import EngineList, Health, Lease, Problem, Released, Removal
 from kvferry.layout import Paging, RankLayout, Shard, latent_component
@@ -26,9 +26,9 @@ from kvferry.observe.status import (
     ThreadStatus,
 )
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
-from kvferry.protocol.wire.versions import SPOKEN, Versions
+from kvferry.protocol.wire.versions import Versions
 
-NEW = rank(protocol_version=12, newest_protocol_version=13)
+NEW = rank(protocol_version=1, newest_protocol_version=2)
 VIEW = EngineView(engine="prefill", registrations=(NEW,), world_size=2, complete=False)
 STATUS = msgspec.structs.replace(
     WELL,
@@ -69,7 +69,7 @@ REQUIRED: dict[Any, str] = {
     ThreadStatus: "name is_alive failures last_failure",
     LostPeerStatus: "endpoint lost_for_s pages ring_bytes proof frees",
 }
-"""What the release of protocol version 12 says of each. What is added later must have a default."""
+"""What the first release says of each. What is added later must have a default."""
 
 
 @pytest.mark.parametrize("kind", REQUIRED, ids=lambda kind: kind.__name__)
@@ -93,16 +93,8 @@ def test_what_is_new_to_us_is_skipped(example: msgspec.Struct):
     assert msgspec.json.decode(msgspec.json.encode(said), type=type(example)) == example
 
 
-def test_a_rank_of_the_release_before_is_read_from_etcd_and_reads_what_we_keep_there():
-    before = msgspec.json.decode(msgspec.json.encode(_Record(rank(protocol_version=12))))
-    del before["registration"]["newest_protocol_version"]
-    assert _RECORD.decode(msgspec.json.encode(before)).registration.spoken == Versions(12, 12)
-    kept = msgspec.json.decode(msgspec.json.encode(_Record(NEW)))
-    assert kept["registration"]["protocol_version"] == 12 == SPOKEN.oldest, "that release compares it with its own"
-
-
 def test_ranks_of_an_engine_may_be_of_releases_that_share_a_version():
-    """While it is upgraded rank by rank. So says a registry of the release before too, which compares the oldest."""
+    """While it is upgraded rank by rank."""
     leases = Leases(10.0)
     leases.register(rank(0, protocol_version=12), now=0.0)
     leases.register(rank(1, protocol_version=12, newest_protocol_version=13), now=0.0)
@@ -110,7 +102,7 @@ def test_ranks_of_an_engine_may_be_of_releases_that_share_a_version():
     assert [each.spoken for each in leases.engine("prefill", 0.0).registrations] == [Versions(13, 14), Versions(12, 13)]
 
 
-def test_the_digest_of_a_layout_is_that_of_the_release_before():
+def test_the_digest_of_a_layout_stays_what_it_was_in_the_first_release():
     """Else a registry refuses the ranks of an engine that is upgraded rank by rank."""
     component = latent_component(num_layers=1, latent_dim=8, dtype="uint8")
     paging = Paging(page_tokens=1, num_pages=1, page_stride=8, token_stride=8)

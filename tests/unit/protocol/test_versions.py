@@ -12,12 +12,10 @@ from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.messages import Hello
 from kvferry.protocol.wire.versions import (
-    FIRST_WITH_REQUIREMENTS,
     PROTOCOL_VERSION,
     SPOKEN,
     Versions,
     agreed,
-    check_can_require,
     check_required,
     check_spoken,
 )
@@ -65,9 +63,9 @@ def test_ranges_that_do_not_meet_are_refused_with_both_and_the_side_to_upgrade()
             check_spoken(theirs.newest if is_mine_older else theirs.oldest, mine)
 
 
-def test_this_release_speaks_its_own_version_and_the_one_before():
-    assert Versions(PROTOCOL_VERSION - 1, PROTOCOL_VERSION) == SPOKEN
-    assert (str(SPOKEN), str(Versions(12, 12))) == ("protocol versions 12 to 13", "protocol version 12")
+def test_this_release_is_the_first():
+    assert Versions(1, PROTOCOL_VERSION) == SPOKEN == Versions(1, 1)
+    assert (str(SPOKEN), str(Versions(1, 2))) == ("protocol version 1", "protocol versions 1 to 2")
 
 
 @pytest.mark.parametrize(("oldest", "newest"), [(3, 2), (-1, 2)])
@@ -96,11 +94,11 @@ def test_the_newest_version_is_bounded(newest: int):
 def test_a_decode_rank_is_answered_in_the_version_in_which_it_last_spoke():
     spoken = SpokenVersions(SPOKEN)
     assert spoken.of("d0") == SPOKEN.oldest, "everybody reads the oldest"
-    spoken.record("d0", 13)
-    spoken.record("d1", 12)
-    assert (spoken.of("d0"), spoken.of("d1")) == (13, 12)
-    spoken.record("d0", 12)
-    assert spoken.of("d0") == 12
+    spoken.record("d0", 2)
+    spoken.record("d1", 1)
+    assert (spoken.of("d0"), spoken.of("d1")) == (2, 1)
+    spoken.record("d0", 1)
+    assert spoken.of("d0") == 1
 
 
 # ---- what one side requires of the other ---------------------------------------------------------------------------
@@ -118,12 +116,3 @@ def test_what_is_required_and_not_known_is_named():
         listed = ", ".join(repr(each) for each in unknown)
         assert str(caught.value).startswith(f"decode rank 0 of 'd' requires {listed}, which kvferry ")
         assert str(caught.value).endswith(" of this side does not know: upgrade kvferry on this side first")
-
-
-def test_a_peer_of_a_version_without_requirements_can_be_told_none():
-    for required, version in itertools.product(((), ("x",)), (12, 13)):
-        if required and version < FIRST_WITH_REQUIREMENTS:
-            with pytest.raises(IncompatiblePeerError, match=r"requires 'x': that takes version 13: .* the peer's side"):
-                check_can_require(required, version, peer="prefill rank 0 of 'p'")
-        else:
-            check_can_require(required, version, peer="prefill rank 0 of 'p'")

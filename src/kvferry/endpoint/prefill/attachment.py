@@ -29,7 +29,7 @@ from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.plan.requests.moves import Move
 from kvferry.protocol.wire.messages import Attach
 from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
-from kvferry.protocol.wire.versions import PROTOCOL_VERSION, check_can_require, check_required
+from kvferry.protocol.wire.versions import check_required
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
 
@@ -218,7 +218,6 @@ def attach(
     mine: Identity,
     transport: Transport,
     staging: SendingStaging,
-    version: int = PROTOCOL_VERSION,
     merged_bytes: int = MERGED_BYTES,
     broken_off: Callable[[], None] = lambda: None,
 ) -> Attachment:
@@ -227,7 +226,6 @@ def attach(
     Args:
         mine: who this endpoint is.
         staging: what it has for staged writes.
-        version: of the protocol, in which the decode rank speaks.
         merged_bytes: most bytes that neighbours become one descriptor of.
         broken_off: called where a write that measures fails: what was sent of it may arrive yet.
 
@@ -241,7 +239,6 @@ def attach(
     """
     decode_rank = f"decode rank {message.coordinates.engine_rank} of {message.engine!r}"
     check_required(message.requires, mine.features, peer=decode_rank)
-    check_can_require(mine.requires, version, peer=decode_rank)
     tolerated = check_same_fingerprint(
         mine.fingerprint,
         message.fingerprint,

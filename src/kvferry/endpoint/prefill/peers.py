@@ -187,7 +187,6 @@ class DecodePeer(Actor):
                 mine=context.identity,
                 transport=context.transport,
                 staging=context.staging,
-                version=context.spoken.of(self.name),
                 broken_off=self.broken_off,
             )
         except WriteHangsError as error:

@@ -24,7 +24,7 @@ from kvferry.protocol.transfer.receiver_events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.protocol.wire.registrations import RankRegistration, check_engine_name
-from kvferry.protocol.wire.versions import agreed, check_can_require
+from kvferry.protocol.wire.versions import agreed
 
 _SHORTEST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 2.0
@@ -159,8 +159,7 @@ class Link:
 
         Raises:
             VersionError: if a rank speaks no protocol version that this side speaks.
-            IncompatiblePeerError: if the engine has no such data-parallel rank, or a rank speaks a version in which it
-                cannot be told what this side requires.
+            IncompatiblePeerError: if the engine has no such data-parallel rank.
         """
         self.state = LinkState.GREETING
         group = [each for each in registrations if each.coordinates.dp_rank == self.key.dp_rank]
@@ -172,7 +171,6 @@ class Link:
         for registration in group:
             name = f"prefill rank {registration.engine_rank} of {self.key.engine!r}"
             version = agreed(self._identity.versions, registration.spoken, peer=name)
-            check_can_require(self._identity.requires, version, peer=name)
             rank = self._ranks[registration.engine_rank] = RankLink(registration, version)
             self._at.setdefault(rank.address, rank)
         return self.ask(now)

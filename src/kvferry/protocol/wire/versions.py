@@ -2,9 +2,9 @@
 
 A side speaks a range of versions, and registers both its ends. Whoever opens a connection takes the newest version that
 both sides speak, and uses it from the first message on; the other side answers in it. So releases that are one version
-apart always understand each other, whichever of the two sides is the newer one.
+apart always understand each other, whichever of the two sides is the newer one: each speaks the version before, too.
 
-From version 13 on not everything that is new takes a version. An optional field, or a message of a type that the peer
+Not everything that is new takes a version. An optional field, or a message of a type that the peer
 does not know, is ignored; what must not be ignored is a feature with a name, which one side requires of the other when
 they connect.
 """
@@ -17,11 +17,8 @@ from dataclasses import dataclass
 from kvferry._version import __version__
 from kvferry.errors import IncompatiblePeerError, VersionError
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 1
 """The newest version that this release speaks."""
-
-FIRST_WITH_REQUIREMENTS = 13
-"""Peers of an earlier version cannot be told that they must know something, and do not say what they require."""
 
 FEATURES: frozenset[str] = frozenset()
 """What a peer may require of this release, by name."""
@@ -56,8 +53,8 @@ class Versions:
         return version if version in self and version in other else None
 
 
-SPOKEN = Versions(oldest=12, newest=PROTOCOL_VERSION)
-"""What this release speaks: its own version, and that of the release before."""
+SPOKEN = Versions(oldest=1, newest=PROTOCOL_VERSION)
+"""What this release speaks; later ones speak the version of the release before as well."""
 
 
 def agreed(mine: Versions, theirs: Versions, *, peer: str) -> int:
@@ -105,23 +102,6 @@ def check_required(required: Collection[str], known: Collection[str], *, peer: s
         raise IncompatiblePeerError(
             f"{peer} requires {_listed(unknown)}, which kvferry {__version__} of this side does not know: upgrade "
             "kvferry on this side first"
-        )
-
-
-def check_can_require(required: Collection[str], version: int, *, peer: str) -> None:
-    """Checks that a peer can be told what this side requires.
-
-    Args:
-        version: in which the two sides speak.
-        peer: names it, at the beginning of a sentence.
-
-    Raises:
-        IncompatiblePeerError: if this side requires anything, and the version has no requirements.
-    """
-    if required and version < FIRST_WITH_REQUIREMENTS:
-        raise IncompatiblePeerError(
-            f"{peer} speaks protocol version {version} with this side, which requires {_listed(required)}: that takes "
-            f"version {FIRST_WITH_REQUIREMENTS}: upgrade kvferry on the peer's side first"
         )
 
 
