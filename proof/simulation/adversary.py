@@ -10,7 +10,7 @@ from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.notifications import StagedArrived
 from proof.simulated_transport import SimulatedHandle
 from proof.simulation.circumstances import LINGER_S, THAW_S, WAITS
-from proof.simulation.control_network import Line
+from proof.simulation.control_network import NEXT_RELEASE, Line
 from proof.simulation.processes import Process
 from proof.simulation.requests import RankSide
 from proof.simulation.universe import Restart, Universe
@@ -287,7 +287,9 @@ class Adversary:
         if is_given_up or kind is PeerDisconnectedError:
             self.upset_until(self._world.now + RECOVERY_S)
             self.kept_until[both] = settled_at + RECOVERY_S
-        elif not transfer.notification or isinstance(decode_notification(transfer.notification), StagedArrived):
+        elif not transfer.notification or isinstance(
+            decode_notification(transfer.notification, NEXT_RELEASE), StagedArrived
+        ):
             self.kept_until[both] = max(settled_at, self.kept_until.get(both, 0.0))
         return kind("the simulation lets it fail")
 

@@ -70,6 +70,7 @@ THAW_S = 0.8 * LINGER_S
 """Within how long after its thaw a process has what its sockets had held meanwhile."""
 
 LEASE_S = 1.0
+
 WAITS = Waits(bootstrap_s=3.0, waiting_s=4.0, write_s=2.0, peer_s=1.5, heartbeat_s=0.5, quarantine_s=1.2 * LINGER_S)
 
 _LONGEST_WRITE_S = 0.6  # on a slow wire, alone

@@ -11,6 +11,10 @@ from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire.codec import decode_to_prefill
 from kvferry.protocol.wire.messages import RefuseRoom
+from kvferry.protocol.wire.versions import SPOKEN, Versions
+
+NEXT_RELEASE = Versions(SPOKEN.oldest, SPOKEN.newest + 1)
+"""Which versions a release speaks that is to come, and whoever reads what any rank says."""
 
 
 @dataclass(slots=True, eq=False)
@@ -181,7 +185,7 @@ class ControlNetwork:
         """Whether a prefill rank has yet to read that a room was refused: a broken connection may hold that back."""
         unread = chain.from_iterable(line.up for line in self.lines)
         arrived = (message for end in self.listening.values() for _, message in end.arrived)
-        messages = map(decode_to_prefill, chain(unread, arrived))
+        messages = (decode_to_prefill(data, NEXT_RELEASE) for data in chain(unread, arrived))
         return any(isinstance(message, RefuseRoom) and message.room == room for message in messages)
 
     def forget(self) -> None:

@@ -26,7 +26,7 @@ from kvferry.protocol.wire.notifications import ChunkArrived, Notification, Stag
 from proof.simulated_transport import Piece, SimulatedHandle, SimulatedTransport
 from proof.simulation.adversary import Adversary
 from proof.simulation.circumstances import WAITS
-from proof.simulation.control_network import Line
+from proof.simulation.control_network import NEXT_RELEASE, Line
 from proof.simulation.laws import Law, ViolationError, demand
 from proof.simulation.leftovers import leftovers
 from proof.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
@@ -202,7 +202,7 @@ class Inspector:
 
     def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
         """A message was sent, where none is lost: is it one that was sent before?"""
-        message = decode_to_prefill(data) if is_up else decode_to_decode(data)
+        message = (decode_to_prefill if is_up else decode_to_decode)(data, NEXT_RELEASE)
         if isinstance(message, Numbered):
             sent = self._sent.get((line, is_up, message.epoch), 0)
             if message.number <= sent:
@@ -263,7 +263,7 @@ class Inspector:
         """What a write notifies its receiver of."""
         about = self._about.get(transfer)
         if about is None:
-            about = self._about[transfer] = decode_notification(transfer.notification)
+            about = self._about[transfer] = decode_notification(transfer.notification, NEXT_RELEASE)
         return about
 
     def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:

@@ -16,7 +16,7 @@ from proof.simulated_transport import Notification, SimulatedHandle, SimulatedTr
 from proof.simulation.adversary import RECOVERY_S, Adversary
 from proof.simulation.callers import Callers
 from proof.simulation.circumstances import Engine, Limits
-from proof.simulation.control_network import ControlNetwork
+from proof.simulation.control_network import NEXT_RELEASE, ControlNetwork
 from proof.simulation.inspector import LOSES_NOTHING, Inspector
 from proof.simulation.laws import Law, ViolationError, demand
 from proof.simulation.machines import SimulatedPlatform, Thread
@@ -138,7 +138,7 @@ class World(Universe):
     def _spoken(self, life: str) -> Versions:
         """Returns which versions a life of a rank speaks: in some worlds some are of a release that is to come."""
         is_older = self._mixes_releases and random.Random(f"{self.seed} {life} is older").random() < 0.5
-        return Versions(SPOKEN.oldest, SPOKEN.newest + 1) if self._mixes_releases and not is_older else SPOKEN
+        return NEXT_RELEASE if self._mixes_releases and not is_older else SPOKEN
 
     def _see(self, identity: ProcessIdentity) -> Sight:
         """What its machine shows of a process: that it lives, until it was killed, or closed and no write keeps it."""

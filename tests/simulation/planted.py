@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest
 from msgspec import structs
+from proof.simulation.control_network import NEXT_RELEASE
 from proof.simulation.machines import SimulatedPlatform
 
 from kvferry.control.process_identity import Sight
@@ -668,7 +669,7 @@ def _stale_arrivals_counted(patch: pytest.MonkeyPatch) -> None:
     right = Arrivals._notified
 
     def notified(arrivals: Arrivals, peer: str, data: bytes, now: float) -> None:
-        message = decode_notification(data)
+        message = decode_notification(data, NEXT_RELEASE)
         room = arrivals._rooms.get(message.room)
         its_data = data if room is None else encode(structs.replace(message, generation=room.generation))
         right(arrivals, peer, its_data, now)
