@@ -564,6 +564,20 @@ CATALOGUE = (
     ),
     # ---- engines
     PlantedFault(
+        "what a load of vLLM's leaves in its blocks stays there",
+        "engines/vllm/worker.py",
+        "                    self._loaded_blocks.clear(load, receiver.stats.absent)\n",
+        "                    pass\n",
+        "tests/unit/engines/test_vllm_clearing.py",
+    ),
+    PlantedFault(
+        "what a window's first block has before the window stays there",
+        "engines/vllm/clearing.py",
+        "(begin, self.written.start), ",
+        "",
+        "tests/unit/engines/test_vllm_clearing.py",
+    ),
+    PlantedFault(
         "vLLM's window starts a block late",
         "engines/vllm/scheduling.py",
         "return first // group.table_tokens, -(-tokens // group.table_tokens)",

@@ -21,6 +21,7 @@ from kvferry import DecodeEndpoint, PrefillEndpoint, split
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.components import ComponentForm
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
 from kvferry.engines.vllm.parameters import ROOM
@@ -168,12 +169,15 @@ class Engine:
         held_back_tokens: int = 1,
         slots: Slots = dealt,
         layers: int | None = None,
+        clears: bool = False,
     ) -> None:
         """Starts it.
 
         Args:
             layers: of the model; as many as the kinds name if None.
+            clears: whether what a load leaves in its blocks is cleared, as where vLLM clears blocks.
         """
+        self._clears = clears
         self.name, self.kinds, self.deployment, self._slots = name, kinds, deployment, slots
         self.layers = layers or 1 + max(layer for kind in kinds if not kind.is_draft for layer in kind.layers)
         self.stages = deployment.stages or (range(self.layers),)
@@ -253,9 +257,11 @@ class Engine:
         return Rank(place, caches, heads)
 
     def _worker(self, rank: Rank, network: LocalNetwork, name: str, *, sends: bool) -> WorkerSide:
-        check_turns(self._groups(rank.place.in_model.pp_rank), rank.place.tokens)
+        groups = self._groups(rank.place.in_model.pp_rank)
+        check_turns(groups, rank.place.tokens)
+        described = self._described(rank, everywhere=lambda _: self._forms)
         return WorkerSide(
-            self._described(rank, everywhere=lambda _: self._forms),
+            described,
             cast(Any, None),
             rank.place.in_engine,
             network.settings(),
@@ -263,6 +269,7 @@ class Engine:
             sends=sends,
             receives=not sends,
             fingerprint={},
+            loaded_blocks=LoadedBlocks(described, groups) if self._clears else None,
         )
 
     def _told(self, rank: Rank) -> list[ComponentForm]:
@@ -397,10 +404,10 @@ class Engine:
             assert torch.equal(state, state_value(kind, layer, tokens)[held.start : held.stop]), f"state of {layer}"
         assert seen or prefix >= tokens, "nothing was looked at"
 
-    def wipe(self) -> None:
+    def wipe(self, to: float = UNTOUCHED) -> None:
         for rank in self.ranks:
             for cache in rank.caches.values():
-                cache.fill_(UNTOUCHED)
+                cache.fill_(to)
 
     def close(self) -> None:
         for worker in self.workers:

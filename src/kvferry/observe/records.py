@@ -142,6 +142,7 @@ class ReceiverStats:
         ended_at: when the room ended; None before.
         chunks: chunks that arrived, over all writers.
         placed: what was put into pages, or verified; empty until the room has ended.
+        absent: components that this rank has and the prefill engine has not: nothing of them came.
     """
 
     opened_at: float
@@ -149,6 +150,7 @@ class ReceiverStats:
     ended_at: float | None
     chunks: int
     placed: tuple[PlacedRecord, ...] = ()
+    absent: frozenset[str] = frozenset()
 
 
 def busy_s(writes: Sequence[WriteRecord]) -> float:

@@ -52,6 +52,7 @@ class Shape:
         settings: of kvferry's.
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
         before: those that stand before it there.
+        kernel_tokens: into pages of how many tokens a kernel divides blocks, as GPU kernels do; 0 for pages of a block.
         lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
         log: where all that its process prints goes, vLLM's own log among it; None for where ours goes.
     """
@@ -76,6 +77,7 @@ class Shape:
     environment: Mapping[str, str] = field(default_factory=dict)
     beside: tuple[Mapping[str, Any], ...] | None = None
     before: tuple[Mapping[str, Any], ...] = ()
+    kernel_tokens: int = 0
     lacks: str = ""
     log: Path | None = None
 
@@ -251,6 +253,12 @@ class _Engine:
         worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
         return list(worker.model_runner.kv_caches)
 
+    def poison(self) -> None:
+        """Fills all caches, recurrent state among them, with NaN, as if many requests had left it there."""
+        for layer in self.engine.vllm_config.compilation_config.static_forward_context.values():
+            for cache in layer.kv_cache if isinstance(layer.kv_cache, tuple) else (layer.kv_cache,):
+                cache.fill_(float("nan"))
+
     @property
     def draft_layers(self) -> set[str]:
         """The names of a draft model's layers, by vLLM's own account; of the only rank."""
@@ -364,6 +372,7 @@ class Faults:
             "no end": self._withhold_last,
             "no more steps": self._hold,
             "choices copy nothing": self._skip_copies,
+            "nothing is cleared": self._clear_nothing,
             "requests are not compared": self._compare_nothing,
         }[fault]()
 
@@ -500,6 +509,28 @@ class Faults:
 
         self._replace(BlockCopier, "copy", lambda copier, group, blocks, copies: None)
 
+    def _clear_nothing(self) -> None:
+        from kvferry.engines.vllm.clearing import LoadedBlocks
+
+        self._replace(LoadedBlocks, "clear", lambda blocks, loaded, absent: None)
+
+
+def _divide_blocks(kernel_tokens: int) -> None:
+    """Has the CPU's kernels divide blocks into pages, and what clears blocks there know of it."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    def clear(runner: Any, blocks: Sequence[int]) -> None:
+        for layer in runner.compilation_config.static_forward_context.values():
+            if not isinstance(layer.kv_cache, tuple):
+                ratio = layer.kv_cache.shape[0] // runner.kv_cache_config.num_blocks
+                for block in blocks:
+                    layer.kv_cache[block * ratio : (block + 1) * ratio] = 0
+
+    pages = staticmethod(lambda kv_cache_spec=None: [kernel_tokens])
+    CPUAttentionBackend.get_supported_kernel_block_sizes = pages
+    CPUModelRunner._zero_block_ids = clear
+
 
 def _run(pipe: Connection, shape: Shape) -> None:
     os.environ.update(ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | dict(shape.environment))
@@ -512,6 +543,8 @@ def _run(pipe: Connection, shape: Shape) -> None:
             from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
             delattr(KVConnectorBase_V1, shape.lacks)
+        if shape.kernel_tokens:
+            _divide_blocks(shape.kernel_tokens)
         engine = _Engine(shape)
     except BaseException:
         pipe.send((False, traceback.format_exc()))

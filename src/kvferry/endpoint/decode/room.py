@@ -121,6 +121,7 @@ class ReceivingRoom:
             ended_at=now if self.machine.state.is_final and stats.ended_at is None else stats.ended_at,
             chunks=chunks,
             placed=tuple(self._placed) if self.machine.state.is_final else (),
+            absent=frozenset() if self.link is None else self.link.absent,
         )
         self.receiver.aux = self.machine.aux or b""
         self.receiver._update(self.machine.state, self.machine.error, pages_reusable=self.machine.are_pages_reusable)

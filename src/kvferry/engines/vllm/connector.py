@@ -32,6 +32,7 @@ from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
@@ -160,6 +161,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             sends=self._kv_transfer_config.is_kv_producer,
             receives=self._kv_transfer_config.is_kv_consumer,
             fingerprint=fingerprint,
+            loaded_blocks=LoadedBlocks(described, self._groups)
+            if self._kv_cache_config.needs_kv_cache_zeroing
+            else None,
             layer_numbers=numbers_in_turn(kv_caches, model) if self._sends_layers else None,
             drain_timeout_s=drain_timeout_s(self._settings, getattr(self._vllm_config, "shutdown_timeout", 0)),
         )

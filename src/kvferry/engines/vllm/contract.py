@@ -173,6 +173,9 @@ def _caches() -> Iterator[Line]:
     yield Attributes(
         f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
     )
+    yield Attributes(
+        f"{interface}:KVCacheConfig", ("needs_kv_cache_zeroing",), "ours clears what it loads where vLLM clears blocks"
+    )
     yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
     yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
     yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")

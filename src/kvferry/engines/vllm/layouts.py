@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -40,6 +40,25 @@ _DIMENSIONS = "(block, head, token, content)"
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPages:
+    """What a layer keeps of tokens, or one of the parts of it.
+
+    Attributes:
+        component: whose it is.
+        pages: a view of (page, head, entry, content), or, packed, of (page, head, everything).
+        page_tokens: tokens in a page.
+        is_packed: whether tokens do not lie apart in a page.
+        token_parts: elements of a token in each part of a packed page; empty where only the kernel can tell them apart.
+    """
+
+    component: str
+    pages: Any
+    page_tokens: int
+    is_packed: bool
+    token_parts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class DescribedCaches:
     """What a worker's caches are.
 
@@ -48,11 +67,18 @@ class DescribedCaches:
         pages_per_block: by group, into how many pages a kernel divides a block of the block table.
         has_chunks: whether layers attend within chunks: how many tokens at a request's end are needed is not the same
             for every request then.
+        pages: by group, the pages of its layers, as tensors.
     """
 
     layout: RankLayout
     pages_per_block: Mapping[str, int]
     has_chunks: bool = False
+    pages: Mapping[str, Sequence[LayerPages]] = field(default_factory=dict)
+
+    def kept(self, group: str, tokens: int) -> int:
+        """Returns how many of a request's first tokens this rank keeps in a group."""
+        share = self.layout.share_of(self.layout.group(group))
+        return share.held_before(tokens, block=share.partition.block(tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +191,11 @@ def describe(
     shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
     shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
-    return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks)
+    pages: dict[str, list[LayerPages]] = {}
+    for form, members in alike.items():
+        for layer in members:
+            pages.setdefault(layer.group.name, []).append(_pages(components[form], layer))
+    return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks, pages)
 
 
 def numbers_in_turn(caches: Iterable[str], model: ModelShape) -> dict[str, int]:
@@ -322,6 +352,12 @@ def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
             run = []
         run.append(high)
     yield run
+
+
+def _pages(component: Component, layer: _Layer) -> LayerPages:
+    is_packed = component.entry is Entry.PAGE
+    pages = packed(layer.cache, layer.name) if is_packed else layer.cache
+    return LayerPages(component.name, pages, layer.page_tokens, is_packed, component.token_parts)
 
 
 def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates, tokens: TokenShare) -> Shard:

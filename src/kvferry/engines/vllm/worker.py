@@ -28,6 +28,7 @@ from kvferry import (
 )
 from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.layer_ranges import LayerRanges
+from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
@@ -71,6 +72,7 @@ class WorkerSide:
         sends: bool,
         receives: bool,
         fingerprint: Mapping[str, str],
+        loaded_blocks: LoadedBlocks | None = None,
         layer_numbers: Mapping[str, int] | None = None,
         drain_timeout_s: float | None = None,
     ) -> None:
@@ -86,6 +88,7 @@ class WorkerSide:
             sends: whether it sends caches.
             receives: whether it receives caches.
             fingerprint: what its caches are beyond their layout.
+            loaded_blocks: clears what loads leave in their blocks; None where vLLM clears no blocks either.
             layer_numbers: by the name that vLLM tells when the model is through with a layer, its number; None if
                 layers leave with their step alone.
             drain_timeout_s: how long rooms may stay open once the engine takes no new requests.
@@ -93,16 +96,15 @@ class WorkerSide:
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
         """
-        self._copier = copier
-        self._pages_per_block = described.pages_per_block
-        self._has_chunks = described.has_chunks
+        self._copier, self._loaded_blocks = copier, loaded_blocks
+        self._described = described
         self._layout_groups = {group.name: group for group in described.layout.groups}
-        self._share_of = described.layout.share_of
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._outgoing: OutgoingRequests | None = None
         self._draining: list[PrefillEndpoint | DecodeEndpoint] = []  # those that were told to
         self._incoming: dict[str, Receiver] = {}
+        self._loads: dict[str, BlocksToReceive] = {}  # those whose blocks are to be cleared where nothing was written
         self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
         self._not_begun: set[str] = set()
         self._copied: set[str] = set()  # requests whose cache another choice had
@@ -264,8 +266,11 @@ class WorkerSide:
                 del self._incoming[request]
                 self._log.received(request, receiver)
                 received.add(request)
+                load = self._loads.pop(request, None)
                 if receiver.state is not TransferState.SUCCESS:
-                    failed.add(request)
+                    failed.add(request)  # vLLM clears its blocks itself, as it gives them out again
+                elif load is not None and self._loaded_blocks is not None:
+                    self._loaded_blocks.clear(load, receiver.stats.absent)
         return Results(sent, received, failed)
 
     @property
@@ -318,7 +323,7 @@ class WorkerSide:
                 prefix_tokens=receiving.prefix_tokens,
                 # Where a chunk begins kvferry cannot tell from the number of tokens: the pages that are named count.
                 # That both sides count as many tokens is compared by what the request depends on.
-                tokens=None if self._has_chunks else receiving.tokens,
+                tokens=None if self._described.has_chunks else receiving.tokens,
                 depends_on=receiving.depends_on,
                 instance=receiving.instance,
             )
@@ -331,30 +336,27 @@ class WorkerSide:
             return
         if receiving.is_wanted:
             self._incoming[request] = receiver
+            if self._loaded_blocks is not None:
+                self._loads[request] = receiving
             receiver.add_change_callback(partial(self._changed.append, request))
             self._changed.append(request)  # it may have changed before
 
     def _here(self, groups: Mapping[str, GroupBlocks]) -> Iterator[tuple[str, GroupBlocks]]:
         """Yields the groups of which this pipeline stage has layers."""
-        return ((name, blocks) for name, blocks in groups.items() if name in self._pages_per_block)
+        return ((name, blocks) for name, blocks in groups.items() if name in self._described.pages_per_block)
 
     def _pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
         """Returns the pages of blocks, as far as what this rank keeps of the request's tokens reaches.
 
         There are none where it keeps nothing of those behind the prefix.
         """
-        ratio = self._pages_per_block[group]
+        ratio = self._described.pages_per_block[group]
         start = given.start * ratio
         blocks = np.asarray(given.blocks, np.int64)
         pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
-        kept, held = self._kept(group, tokens), self._kept(group, prefix_tokens)
+        kept, held = self._described.kept(group, tokens), self._described.kept(group, prefix_tokens)
         most = -(-kept // self._layout_groups[group].page_tokens) - start if held < kept else 0
         return PagesToSend(start, pages[: max(0, most)])
-
-    def _kept(self, group: str, tokens: int) -> int:
-        """Returns how many of a request's first tokens this rank keeps."""
-        share = self._share_of(self._layout_groups[group])
-        return share.held_before(tokens, block=share.partition.block(tokens))
 
 
 def on_all_processors(function: Callable[[], Result]) -> Result:

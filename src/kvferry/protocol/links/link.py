@@ -17,6 +17,7 @@ import msgspec
 from kvferry import errors
 from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, PeerError
 from kvferry.layout import RankLayout
+from kvferry.layout.interval import volume
 from kvferry.plan import Piece, described_alike, elect_writer, pieces_for_receiver
 from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
@@ -129,6 +130,7 @@ class Link:
         self._ranks: dict[int, RankLink] = {}  # by engine rank
         self._at: dict[str, RankLink] = {}  # by address
         self._pieces: tuple[tuple[Piece, str], ...] = ()  # each with its group of pages on this rank
+        self.absent: frozenset[str] = frozenset()  # components of this rank's of which the group has nothing
 
     def next_pause_s(self, jitter: float) -> float:
         """Returns how long to wait before the registry is asked again: twice as long every time, up to a limit.
@@ -241,6 +243,9 @@ class Link:
             for rank in self._ranks.values()
             if rank.welcome is not None
         }
+        theirs = {shard.component.name for each in layouts.values() for shard in each.shards if volume(shard.box)}
+        ours = {shard.component.name for shard in self._identity.layout.shards if volume(shard.box)}
+        self.absent = frozenset(ours - theirs)
         held, mine = described_alike(layouts, self._identity.layout)
         pieces = pieces_for_receiver(held, mine)
         shards = [mine.shard_with(piece.component, piece.box) for piece in pieces]

@@ -1,0 +1,123 @@
+"""Blocks that are loaded, cleared where the load has not written.
+
+Where a cache may find bytes of another kind in a block (recurrent state beside attention, several precisions), vLLM
+clears blocks as it gives them out: kernels read pages to their end and multiply what lies behind the last token by 0,
+of which NaN stays NaN. It leaves out what a connector loads, since that may be written at the same time.
+
+So the rest of such blocks is cleared here: once all has arrived, when nobody writes to them any more, and before the
+load is reported, in the order in which the device does everything else. No byte of a token that was loaded or was here
+before is touched. Pages whose inner order only the kernel knows come whole: behind the last token they have what the
+prefill side has there, which vLLM has cleared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from kvferry import Interval
+from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.layouts import DescribedCaches, LayerPages
+from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A request's tokens in the blocks of a group that were loaded, by their positions among those of this rank.
+
+    Attributes:
+        blocks: what the blocks have room for.
+        held: how many tokens were here before.
+        written: those that came.
+    """
+
+    blocks: Interval
+    held: int
+    written: Interval
+
+    def rest(self, *, is_absent: bool) -> Iterator[Interval]:
+        """Yields what nobody has written.
+
+        Args:
+            is_absent: whether nothing has come of these layers.
+        """
+        begin, end = max(self.blocks.start, self.held), self.blocks.stop
+        if is_absent or not self.written:
+            rest = [(begin, end)]
+        else:
+            rest = [(begin, self.written.start), (max(begin, self.written.stop), end)]
+        yield from (Interval(start, stop) for start, stop in rest if start < stop)
+
+
+class LoadedBlocks:
+    """Clears what a load has left in the blocks of all layers of a group. Does not wait for the device."""
+
+    def __init__(self, described: DescribedCaches, groups: Sequence[CacheGroup]) -> None:
+        """Takes the caches.
+
+        Args:
+            described: with the layers' pages, as tensors.
+            groups: the layers that share a block table.
+        """
+        self._described = described
+        self._groups = {group.name: group for group in groups}
+
+    def clear(self, loaded: BlocksToReceive, absent: Collection[str]) -> None:
+        """Clears what has not been written.
+
+        Args:
+            loaded: what was asked for, all of which has arrived.
+            absent: components of which nothing came, since the prefill engine has none.
+        """
+        for name, blocks in loaded.groups.items():
+            layers = self._described.pages.get(name, ())
+            if layers and len(blocks.blocks):
+                self._clear(layers, name, blocks, loaded, absent)
+
+    def _clear(
+        self,
+        layers: Sequence[LayerPages],
+        name: str,
+        blocks: GroupBlocks,
+        loaded: BlocksToReceive,
+        absent: Collection[str],
+    ) -> None:
+        ratio, page_tokens = self._described.pages_per_block[name], layers[0].page_tokens
+        pages = (np.asarray(blocks.blocks, np.int64)[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
+        before = blocks.start * ratio * page_tokens
+        prefix = loaded.prefix_tokens if blocks.held_tokens is None else blocks.held_tokens
+        needed = max(prefix, self._groups[name].first_attended(loaded.tokens))
+        held, start, stop = (self._described.kept(name, tokens) for tokens in (prefix, needed, loaded.tokens))
+        found = _Loaded(Interval(before, before + len(pages) * page_tokens), held, Interval(start, max(start, stop)))
+        for layer in layers:
+            for rest in found.rest(is_absent=layer.component in absent):
+                _clear(layer, pages, rest.start - before, rest.stop - before)
+
+
+def _clear(layer: LayerPages, pages: np.ndarray, start: int, stop: int) -> None:
+    """Clears a layer's tokens in pages that follow each other, from one position to another."""
+    cache = layer.pages.view(torch.uint8) if layer.pages.element_size() == 1 else layer.pages
+    size = layer.page_tokens
+    first, last = -(-start // size), stop // size  # the pages that are cleared whole
+    if first < last:
+        cache.index_fill_(0, torch.from_numpy(pages[first:last]).to(cache.device), 0)
+    ends = {start // size: (start % size, size)} if start % size else {}
+    if stop % size:
+        ends[last] = (ends.get(last, (0, 0))[0], stop % size)
+    for page, (low, high) in ends.items():
+        for part in _of_tokens(layer, low, high):
+            cache[int(pages[page]), :, part].zero_()
+
+
+def _of_tokens(layer: LayerPages, low: int, high: int) -> Iterator[slice]:
+    """Yields where in a page of a layer some of its tokens are: nowhere where only the kernel knows."""
+    if not layer.is_packed:
+        entries = layer.pages.shape[2] // layer.page_tokens
+        yield slice(low * entries, high * entries)
+    for before, width in zip(accumulate(layer.token_parts, initial=0), layer.token_parts, strict=False):
+        begin = before * layer.page_tokens
+        yield slice(begin + low * width, begin + high * width)

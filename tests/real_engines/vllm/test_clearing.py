@@ -1,0 +1,58 @@
+"""Loads into pools full of NaN, of a model for which vLLM clears blocks but those that are loaded.
+
+Blocks are of 128 tokens on one side and of 256 on the other, and kernels divide both into pages of 32: a prompt's last
+page is sent, and what its block has behind that page nobody has written when the request comes to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from examples.tiny_model import write
+from tests.real_engines.prompts import prompts
+from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+
+PAGE = 32
+
+
+@pytest.fixture(scope="module")
+def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
+    begun = Engines(write("granite4", tmp_path_factory.mktemp("granite4")))
+    begun.alone()
+    begun.prefill("prefill", kernel_tokens=PAGE)
+    begun.decode("decode", kernel_tokens=PAGE, block_tokens=256)
+    yield begun
+    begun.close()
+
+
+def prompts_that_end_before_a_page() -> list[list[int]]:
+    """What is generated comes to a page of which nothing was sent."""
+    return [prompts(60 + pages, 1, shortest=PAGE * pages - 3, longest=PAGE * pages - 3)[0] for pages in (1, 2, 3, 5, 9)]
+
+
+def test_what_a_load_has_not_written_is_cleared(engines: Engines):
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    each = prompts_that_end_before_a_page()
+    expected = engines.alone().started().generate(each, COUNT)
+    for engine in (pair.prefill, pair.decode):
+        engine.ask("poison")
+    before = pair.received
+    outputs = pair.run(each, "clearing")
+    assert [output.tokens for output in outputs] == expected, pair.said
+    assert pair.received - before == len(each), "prompts were computed on the decode side"
+
+
+def test_tokens_depend_on_it(engines: Engines):
+    """Else the test beside this one would prove nothing: a kernel reads what lies behind the last token."""
+    pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
+    each = prompts_that_end_before_a_page()
+    expected = engines.alone().started().generate(each, COUNT)
+    pair.decode.ask("poison")
+    pair.decode.ask("plant", "nothing is cleared")
+    outputs = pair.run(each, "not-cleared")
+    pair.decode.ask("heal")
+    wrong = sum(output.tokens != tokens for output, tokens in zip(outputs, expected, strict=True))
+    assert wrong == len(each), f"{wrong} of {len(each)}"
