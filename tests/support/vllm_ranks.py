@@ -56,6 +56,7 @@ class Request:
     num_computed_tokens: int = 0
     prompt_embeds: Any = None
     max_tokens: int = 1
+    arrival_time: float = 0.0
     _all_token_ids: list[int] = field(default_factory=list)
 
     def get_skip_reading_prefix_cache(self) -> bool:

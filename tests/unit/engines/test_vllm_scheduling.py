@@ -44,6 +44,7 @@ class Request:
     prompt_embeds: Any = None
     max_tokens: int = 100
     skips_prefix_cache: bool = False
+    arrival_time: float = 0.0
 
     def __post_init__(self) -> None:
         self._all_token_ids = list(self.prompt_token_ids or [0] * self.num_prompt_tokens)
@@ -647,13 +648,20 @@ class TestChoicesThatAreSent:
         assert parameters is not None
         assert (keeps, parameters[ROOM]) == (False, sent.room)
 
-    def test_another_prompt_is_another_request_whatever_its_name(self):
-        """Names are the caller's where vLLM is told not to make them unique."""
-        scheduler, (first, second, _) = Scheduler(), choices(prefill_request(14, room=None))
-        second.prompt_token_ids = [2] * 14
-        scheduler.allocate(first)
-        scheduler.allocate(second, first=200)
-        rooms = {scheduler.step(request, 14).send[0].room for request in (first, second)}
+    @pytest.mark.parametrize("name", ["1_r", "0_r"], ids=["like another choice", "used again"])
+    def test_another_request_is_sent_by_itself_whatever_its_name(self, name: str):
+        """Names are the caller's where vLLM is told not to make them unique; it may have asked for no choices at all."""
+        scheduler, (first, _, _) = Scheduler(), choices(prefill_request(14, room=None))
+        second = replace(first, request_id=name, arrival_time=1.0)
+        rooms = set()
+        for number, request in enumerate((first, second)):
+            scheduler.allocate(request, first=100 * number + 100)
+            (sent,) = scheduler.step(request, 14).send
+            _, answered = scheduler.side.finished(request, is_aborted=False)
+            assert answered is not None
+            assert answered[ROOM] == sent.room
+            rooms.add(sent.room)
+            scheduler.side.reported([request.request_id], ())
         assert len(rooms) == 2
 
     def test_one_that_is_aborted_answers_nothing(self):

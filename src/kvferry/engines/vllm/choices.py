@@ -1,7 +1,8 @@
 """Requests that vLLM makes of one: the choices of a request with `n` > 1 have one prompt, one cache and one room.
 
-vLLM calls them "0_<name>", "1_<name>" and so on, gives each the parameters of the one that was asked for, and schedules
-them like any others. A room is opened once: the first choice sends, or fetches, for all of them. On the decode side the
+vLLM calls them "0_<name>", "1_<name>" and so on, gives each the parameters of the one that was asked for and the time at
+which that came in, and schedules them like any others. A caller may give its own requests such names, and one name twice:
+they came in at other times. A room is opened once: the first choice sends, or fetches, for all of them. On the decode side the
 others wait for it and copy its blocks; on the prefill side they answer with its room.
 """
 
@@ -23,10 +24,10 @@ First = TypeVar("First")
 Request = TypeVar("Request")
 
 
-def whole_request(name: str) -> str | None:
-    """Returns the name of the request that one of vLLM's is a choice of; None if it is no choice."""
+def whole_request(name: str, arrival_time: float) -> tuple[str, float] | None:
+    """Returns what tells the request that one of vLLM's is a choice of from all others; None if it is no choice."""
     match = _CHOICE.fullmatch(name)
-    return None if match is None else match["whole"]
+    return None if match is None else (match["whole"], arrival_time)
 
 
 class FetchState(Enum):

@@ -133,6 +133,7 @@ def _structures() -> Iterator[Line]:
         "vllm.v1.request:Request.__init__",
         (
             "request_id",
+            "arrival_time",
             "num_prompt_tokens",
             "num_computed_tokens",
             "kv_transfer_params",

@@ -8,7 +8,7 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -45,6 +45,7 @@ class Request(Protocol):
     """What is needed of a request of vLLM's."""
 
     request_id: str
+    arrival_time: float
     num_prompt_tokens: int
     num_computed_tokens: int
     kv_transfer_params: dict[str, Any] | None
@@ -503,17 +504,15 @@ class SchedulerSide:
         return max(0, request.num_prompt_tokens - held_back)
 
 
-def _send_key(request: Request, params: SendParameters) -> tuple[str, int | None, int] | None:
+def _send_key(request: Request, params: SendParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
-    whole = whole_request(request.request_id)
-    if whole is None:
-        return None
-    return whole, params.room if params.is_known else None, hash(tuple(request.prompt_token_ids or ()))
+    whole = whole_request(request.request_id, request.arrival_time)
+    return None if whole is None else (whole, params.room if params.is_known else None)
 
 
-def _fetch_key(request: Request, params: ReceiveParameters) -> tuple[str, str, int] | None:
+def _fetch_key(request: Request, params: ReceiveParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
-    whole = whole_request(request.request_id)
+    whole = whole_request(request.request_id, request.arrival_time)
     return None if whole is None else (whole, params.engine, params.room)
 
 
