@@ -376,6 +376,7 @@ class Request:
     kv_transfer_params: dict[str, Any]
     num_prompt_tokens: int = 17
     num_computed_tokens: int = 0
+    arrival_time: float = 0.0
 
 
 @dataclass(eq=False)

@@ -564,6 +564,20 @@ CATALOGUE = (
     ),
     # ---- engines
     PlantedFault(
+        "NVFP4's scales are taken for the same on every generation of vLLM's GPUs",
+        "engines/vllm/identity.py",
+        "by_token = platform.generation in _SCALES_BY_TOKEN",
+        "by_token = True",
+        "tests/unit/engines/test_vllm_identity.py",
+    ),
+    PlantedFault(
+        "a request whose name looks like a choice's is taken for one of vLLM's",
+        "engines/vllm/choices.py",
+        'return None if match is None else (match["whole"], arrival_time)',
+        'return None if match is None else (match["whole"], 0.0)',
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
         "what a load of vLLM's leaves in its blocks stays there",
         "engines/vllm/worker.py",
         "                    self._loaded_blocks.clear(load, receiver.stats.absent)\n",

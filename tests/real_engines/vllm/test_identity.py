@@ -14,7 +14,7 @@ from tests.real_engines.vllm.adapters import write_adapter
 from tests.real_engines.vllm.engine import Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
-from kvferry.engines.vllm.identity import content_order
+from kvferry.engines.vllm.identity import Platform, content_order
 from kvferry.engines.vllm.parameters import ROOM
 
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
@@ -109,9 +109,9 @@ def test_backends_of_vllms_give_one_shape_to_two_orders_and_these_are_told_apart
     backends = (FlashAttentionBackend, TritonAttentionBackend, B12xPagedAttentionBackend)
     kept = [(backend.customize_spec(plain), backend.get_name()) for backend in backends]
     assert len({(spec.num_heads, spec.num_states, spec.state_content_size_bytes) for spec, _ in kept}) == 1
-    flash, triton, b12x = (content_order(spec, name, None) for spec, name in kept)
+    flash, triton, b12x = (content_order(spec, name, None, Platform("cuda", 9)) for spec, name in kept)
     assert (flash, triton) == ("a slot a head: K, V",) * 2
-    assert b12x == "a slot for K of all heads, a slot for V: as B12X orders them"
+    assert b12x == "a slot for K of all heads, a slot for V: as B12X orders them on cuda"
 
 
 # ---- requests ------------------------------------------------------------------------------------------------------

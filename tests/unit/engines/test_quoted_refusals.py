@@ -15,7 +15,7 @@ from tests.support.engines import WAIT_S, Engines, Requests
 
 from kvferry.engines.checkpoints import weights_identity
 from kvferry.engines.sglang.directory import difference
-from kvferry.engines.vllm.identity import cache_dtype, content_order
+from kvferry.engines.vllm.identity import Platform, cache_dtype, content_order
 from kvferry.errors import TransferFailedError
 
 
@@ -52,7 +52,7 @@ def vllm_fields(directory: Path, number: int, dtype: str, backend: str, **change
     return {
         "weights": checkpoint(directory, number),
         "cache_dtype": cache_dtype(config, "torch.bfloat16", "torch.float8_e4m3fn"),
-        "content_order": content_order(spec, backend, None),
+        "content_order": content_order(spec, backend, None, Platform("cuda", 9)),
     }
 
 

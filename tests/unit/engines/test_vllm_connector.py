@@ -135,6 +135,7 @@ def test_every_stage_is_compared_by_the_layers_of_all(
     monkeypatch.setattr(connector_module, "kept_by_layers", lambda *_: dict(kept))
     monkeypatch.setattr(connector_module, "cache_identity", identity)
     monkeypatch.setattr(connector_module, "of_all_stages", of_all_stages)
+    monkeypatch.setattr(connector_module, "platform", lambda: None)
     monkeypatch.setattr(connector_module, "current_platform", SimpleNamespace(fp8_dtype=str))
     monkeypatch.setattr(connector_module.vllm, "__version__", "0", raising=False)
     connector = object.__new__(connector_module.KVFerryConnector)

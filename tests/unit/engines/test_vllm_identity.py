@@ -17,6 +17,7 @@ from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.identity import (
     BY_PLACE,
     Conditions,
+    Platform,
     cache_dtype,
     cache_identity,
     content_order,
@@ -33,6 +34,8 @@ def spec(**changes: Any) -> Any:
     usual = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "num_head_slots": None}
     return SimpleNamespace(**usual | {"state_content_bytes": None} | changes)
 
+
+HOPPER = Platform("cuda", 9)
 
 FLASH = spec(), "FLASH_ATTN"
 B12X = spec(num_head_slots=2, state_content_bytes=2 * 64 * 2), "B12X"
@@ -66,9 +69,13 @@ def vllm_config(**changes: Any) -> Any:
     )
 
 
-def fields(layers: Any = (FLASH,), *, packing: str | None = None, **changes: Any) -> dict[str, str]:
+def fields(
+    layers: Any = (FLASH,), *, packing: str | None = None, platform: Platform = HOPPER, **changes: Any
+) -> dict[str, str]:
     config = vllm_config(**changes)
-    identity = cache_identity(config, layers, version="0.32.0", fp8_dtype="torch.float8_e4m3fn", packing=packing)
+    identity = cache_identity(
+        config, layers, version="0.32.0", fp8_dtype="torch.float8_e4m3fn", packing=packing, platform=platform
+    )
     return identity.fingerprint()
 
 
@@ -95,18 +102,50 @@ def test_backends_that_keep_the_same_in_the_same_place_may_differ():
     ("kept", "backend", "packing", "expected"),
     [
         (spec(), "TRITON_ATTN", None, "a slot a head: K, V"),
-        (spec(), "SOMEBODYS_OWN", None, "a slot a head: as SOMEBODYS_OWN orders it"),
+        (spec(), "SOMEBODYS_OWN", None, "a slot a head: as SOMEBODYS_OWN orders it on cuda"),
         (spec(), "CPU_ATTN", "vLLM's CPU kernels (amx)", "as the layout names it"),
-        (B12X[0], "ROCM_ATTN", None, "a slot for K of all heads, a slot for V: as ROCM_ATTN orders them"),
-        (spec(num_head_slots=4, state_content_bytes=36), "FLASHINFER", None, "for V of each: as FLASHINFER packs it"),
-        (spec(state_content_bytes=100), "TURBOQUANT", None, "as TURBOQUANT packs it"),
+        (B12X[0], "ROCM_ATTN", None, "a slot for K of all heads, a slot for V: as ROCM_ATTN orders them on cuda"),
+        (
+            spec(num_head_slots=4, state_content_bytes=36),
+            "FLASHINFER",
+            None,
+            "for V of each: as FLASHINFER packs it on cuda",
+        ),
+        (spec(state_content_bytes=100), "TURBOQUANT", None, "as TURBOQUANT packs it on cuda"),
     ],
     ids=["plain", "unknown", "cpu", "by kind", "nvfp4", "packed"],
 )
 def test_the_order_of_a_block_follows_from_what_the_backend_makes_of_it(
     kept: Any, backend: str, packing: str | None, expected: str
 ):
-    assert content_order(kept, backend, packing).endswith(expected)
+    assert content_order(kept, backend, packing, HOPPER).endswith(expected)
+
+
+NVFP4 = spec(num_head_slots=4, state_content_bytes=36, kv_quant_mode=SimpleNamespace(name="NVFP4")), "FLASHINFER"
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "is_alike"),
+    [(10, 9, False), (9, 10, False), (10, 12, False), (9, 12, True), (8, 9, True), (10, 10, True), (10, 11, False)],
+)
+def test_scales_that_vllms_kernels_order_by_the_gpus_generation(prefill: int, decode: int, is_alike: bool):
+    """One backend, type, shape and strides: on some the scales of four tokens' values are swizzled, and read so."""
+    ours, theirs = (fields([NVFP4], platform=Platform("cuda", generation)) for generation in (prefill, decode))
+    if is_alike:
+        check_same_fingerprint(ours, theirs, may_differ=(), prefill_name="prefill", decode_name="decode")
+    else:
+        assert "scales " in refusal(ours, theirs)
+
+
+@pytest.mark.parametrize("kept", [FLASH, (spec(), "TRITON_ATTN")])
+def test_an_order_that_is_no_backends_own_is_the_same_on_every_platform(kept: Any):
+    orders = {content_order(*kept, None, Platform(*each)) for each in (("cuda", 9), ("cuda", 10), ("rocm", 9))}
+    assert len(orders) == 1
+
+
+def test_an_order_that_is_a_backends_own_is_another_one_on_other_hardware():
+    kept = [(spec(state_content_bytes=100), "TURBOQUANT")]
+    assert "packs it on rocm' on decode" in refusal(fields(kept), fields(kept, platform=Platform("rocm", 9)))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +238,9 @@ def test_a_draft_models_order_counts_where_both_have_one_alone():
 
     def said(*drafts: Any) -> dict[str, str]:
         config = vllm_config(speculative=draft)
-        identity = cache_identity(config, [FLASH], draft_layers=drafts, version="0", fp8_dtype="", packing=None)
+        identity = cache_identity(
+            config, [FLASH], draft_layers=drafts, version="0", fp8_dtype="", packing=None, platform=HOPPER
+        )
         return identity.fingerprint()
 
     ours = said(FLASH)
@@ -211,7 +252,7 @@ def test_a_draft_models_order_counts_where_both_have_one_alone():
 def test_drafting_without_a_model_is_no_draft_model():
     config = vllm_config()
     config.speculative_config = SimpleNamespace(method="ngram", draft_model_config=config.model_config)
-    identity = cache_identity(config, [FLASH], version="0", fp8_dtype="", packing=None)
+    identity = cache_identity(config, [FLASH], version="0", fp8_dtype="", packing=None, platform=HOPPER)
     assert "speculative_model" not in identity.fingerprint()
 
 

@@ -650,7 +650,7 @@ class TestChoicesThatAreSent:
 
     @pytest.mark.parametrize("name", ["1_r", "0_r"], ids=["like another choice", "used again"])
     def test_another_request_is_sent_by_itself_whatever_its_name(self, name: str):
-        """Names are the caller's where vLLM is told not to make them unique; it may have asked for no choices at all."""
+        """Names are the caller's where vLLM is told not to make them unique."""
         scheduler, (first, _, _) = Scheduler(), choices(prefill_request(14, room=None))
         second = replace(first, request_id=name, arrival_time=1.0)
         rooms = set()

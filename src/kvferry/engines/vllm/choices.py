@@ -1,9 +1,11 @@
 """Requests that vLLM makes of one: the choices of a request with `n` > 1 have one prompt, one cache and one room.
 
-vLLM calls them "0_<name>", "1_<name>" and so on, gives each the parameters of the one that was asked for and the time at
-which that came in, and schedules them like any others. A caller may give its own requests such names, and one name twice:
-they came in at other times. A room is opened once: the first choice sends, or fetches, for all of them. On the decode side the
+vLLM calls them "0_<name>", "1_<name>" and so on, gives each the parameters of the one that was asked for, and schedules
+them like any others. A room is opened once: the first choice sends, or fetches, for all of them. On the decode side the
 others wait for it and copy its blocks; on the prefill side they answer with its room.
+
+A caller's own requests may have such names as well, or one name twice. They have come in at other times: all choices of
+one request have its time.
 """
 
 from __future__ import annotations

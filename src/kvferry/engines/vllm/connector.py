@@ -42,6 +42,7 @@ from kvferry.engines.vllm.identity import (
     BY_PLACE,
     MULTIMODAL_FIELD,
     Conditions,
+    Platform,
     cache_identity,
     multimodal_inputs,
 )
@@ -180,6 +181,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             version=vllm.__version__,
             fp8_dtype=str(current_platform.fp8_dtype()),
             packing=model.packing,
+            platform=platform(),
         )
         return identity.fingerprint()
 
@@ -345,6 +347,12 @@ def fence() -> Fence | None:
     event.record()
     reached: Fence = event
     return reached
+
+
+def platform() -> Platform:
+    """Returns where kernels run."""
+    capability = current_platform.get_device_capability()
+    return Platform(current_platform.device_name, None if capability is None else capability.major)
 
 
 def model_shape(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ModelShape:

@@ -370,9 +370,11 @@ def _connectors_and_metrics() -> Iterator[Line]:
     yield Signature(f"{metrics}:KVConnectorPromMetrics.observe", "self, transfer_stats_data, engine_idx=", _CALLED)
     yield Call("vllm.v1.metrics.utils:create_metric_per_engine", 2, (), "metrics have a label for the engine")
     yield Attributes(
-        "vllm.platforms.interface:Platform", ("is_cpu", "is_cuda", "is_cuda_alike"), "ours asks where it runs"
+        "vllm.platforms.interface:Platform",
+        ("is_cpu", "is_cuda", "is_cuda_alike", "get_device_capability"),
+        "ours asks where it runs",
     )
-    yield Fields("vllm.platforms.interface:Platform", ("device_type",), "ours asks where it runs")
+    yield Fields("vllm.platforms.interface:Platform", ("device_name", "device_type"), "ours asks where it runs")
 
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:

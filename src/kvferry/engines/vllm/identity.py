@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
+from kvferry.engines.vllm.parts import quant_mode
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
 
@@ -41,10 +43,28 @@ _K_THEN_V = frozenset(
 )
 """Backends whose kernels split the content of a head into K and, behind it, V; read in their sources of vLLM 0.32."""
 
+_SCALES_BY_TOKEN = frozenset({8, 9, 12})
+"""Compute capabilities of which FLASHINFER keeps NVFP4's scales token by token: those whose caches its FA2 kernels read
+(`flashinfer._nvfp4_kv_on_fa2`). vLLM's own kernel, for all others, puts the values' scales of four tokens in the order
+in which TensorRT-LLM's kernels read them, at the same place and in as many bytes."""
+
 _NOT_QUANTIZED = frozenset({"auto", "float16", "bfloat16"})
 _SCALED_BY_TENSOR = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
 
 _MOST_ADAPTERS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Platform:
+    """Where kernels run.
+
+    Attributes:
+        device: what vLLM calls it: "cuda", "rocm", "cpu".
+        generation: the major number of its compute capability; None where it has none.
+    """
+
+    device: str
+    generation: int | None = None
 
 
 def cache_identity(
@@ -55,6 +75,7 @@ def cache_identity(
     version: str,
     fp8_dtype: str,
     packing: str | None,
+    platform: Platform,
 ) -> CacheIdentity:
     """Returns what a worker's caches are. Reads samples of the model's files.
 
@@ -66,6 +87,7 @@ def cache_identity(
         version: of vLLM.
         fp8_dtype: what `fp8` stands for on this platform.
         packing: the name of an order that only the kernel knows, which the layout has; None where there is none.
+        platform: where its kernels run.
     """
     layers = list(layers)
     model = vllm_config.model_config
@@ -78,14 +100,14 @@ def cache_identity(
         cache_dtype=cache_dtype(vllm_config.cache_config, str(model.dtype), fp8_dtype),
         scales=scales(vllm_config.cache_config.cache_dtype),
         attention_backend=", ".join(sorted({backend for _, backend in layers})),
-        content_order=_orders(layers, packing),
+        content_order=_orders(layers, packing, platform),
         rope=short_text(_chosen(config, "rope", "rotary")),
         attention_window=short_text(
             _chosen(config, "window", "layer_types", "attention_chunk_size")
             | {"is_off": bool(model.disable_sliding_window)}
         ),
         quantization=str(model.quantization or NONE),
-        speculative_model=_speculative_model(vllm_config, _orders(draft_layers, packing)),
+        speculative_model=_speculative_model(vllm_config, _orders(draft_layers, packing, platform)),
         multimodal_inputs=multimodal_inputs(vllm_config),
     )
 
@@ -117,35 +139,41 @@ def scales(cache_dtype: str) -> str:
     return "of the checkpoint, or 1" if cache_dtype in _SCALED_BY_TENSOR else "in the cache"
 
 
-def _orders(layers: Iterable[tuple[Any, str]], packing: str | None) -> str:
-    return "; ".join(sorted({content_order(spec, backend, packing) for spec, backend in layers}))
+def _orders(layers: Iterable[tuple[Any, str]], packing: str | None, platform: Platform) -> str:
+    return "; ".join(sorted({content_order(spec, backend, packing, platform) for spec, backend in layers}))
 
 
-def content_order(spec: Any, backend: str, packing: str | None) -> str:
+def content_order(spec: Any, backend: str, packing: str | None, platform: Platform) -> str:
     """Returns how a block's content lies behind the dimensions that vLLM gives it: block, head, token, content.
 
     Backends say so by how they change a layer's spec (`customize_spec`): FLASH_ATTN has a slot for every head, with K
-    and V behind each other; B12X one slot for the K of all heads and one for their V. Both may have one shape.
+    and V behind each other; B12X one slot for the K of all heads and one for their V. Both may have one shape. An order
+    that is a backend's own may be another one on another platform.
 
     Args:
         spec: what the layer keeps, as its backend has changed it.
-        packing: as for `cache_identity`.
+        packing: as for `cache_identity`, and so is platform.
     """
     if hasattr(spec, "mamba_type"):
         return f"recurrent state of {spec.mamba_type.name}"
     slots, content = spec.num_head_slots, spec.state_content_bytes
     if packing is not None:
         return "as the layout names it"
+    its_own = f"as {backend} %s on {platform.device}"
     if slots is None and content is None:
         if "MLA" in type(spec).__name__:
             return "one latent"
-        return "a slot a head: K, V" if backend in _K_THEN_V else f"a slot a head: as {backend} orders it"
+        return "a slot a head: K, V" if backend in _K_THEN_V else f"a slot a head: {its_own % 'orders it'}"
     if content is not None and slots == 2 and content == spec.num_kv_heads * spec.head_size * spec.dtype.itemsize:
         # Not the same for all that do so: ROCM_ATTN keeps K by groups of elements.
-        return f"a slot for K of all heads, a slot for V: as {backend} orders them"
+        return f"a slot for K of all heads, a slot for V: {its_own % 'orders them'}"
     if slots is not None and slots == 2 * spec.num_kv_heads:
-        return f"a slot for K of each head, then a slot for V of each: as {backend} packs it"
-    return f"as {backend} packs it"
+        scales = ""
+        if quant_mode(spec) == "NVFP4" and backend == "FLASHINFER":
+            by_token = platform.generation in _SCALES_BY_TOKEN
+            scales = ", scales by token" if by_token else f", scales as on compute capability {platform.generation}"
+        return f"a slot for K of each head, then a slot for V of each: {its_own % 'packs it'}{scales}"
+    return its_own % "packs it"
 
 
 def multimodal_inputs(vllm_config: Any) -> str:
