@@ -15,8 +15,17 @@ from kvferry import GroupPages
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.components import named
 from kvferry.engines.vllm.layouts import describe
-from kvferry.engines.vllm.states import SHARE, KeptStates, State, StateLayer, state_forms, state_shards, states_of
-from kvferry.errors import LayoutError
+from kvferry.engines.vllm.states import (
+    SHARE,
+    KeptStates,
+    State,
+    StateLayer,
+    ring_of,
+    state_forms,
+    state_shards,
+    states_of,
+)
+from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankCoordinates
 from kvferry.layout.shard import RankLayout, Shard
 from kvferry.plan import check_exchangeable
@@ -279,6 +288,32 @@ def test_a_share_is_exchanged_with_the_same_number_of_ranks_alone():
     check_exchangeable(layout(0, 2), layout(1, 2), source_name="prefill", destination_name="decode")
     with pytest.raises(Exception, match=SHARE):
         check_exchangeable(layout(0, 2), layout(0, 4), source_name="prefill", destination_name="decode")
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["channels first", "rows first"])
+@pytest.mark.parametrize("kind", ["GDN_ATTN", "MAMBA2", "SHORT_CONV"])
+def test_a_side_that_drafts_alone_is_refused_by_the_name_of_what_makes_its_state_longer(kind: str, first: bool):
+    """vLLM keeps what a convolution has seen for as many more tokens as it drafts."""
+
+    def layout(drafted: int) -> RankLayout:
+        shapes = [(16, ROWS + drafted) if first else (ROWS + drafted, 16), (4, 2, 3)][: 2 - (kind == "SHORT_CONV")]
+        made = spec(kind, *shapes)
+        states = states_of(made, SimpleNamespace(key_dim=4, value_dim=8), RankCoordinates(), channels_first=first)
+        kept = KeptStates(states, tuple(torch.zeros(BLOCKS, *shape) for shape in shapes))
+        return RankLayout(shards=tuple(shards_from([StateLayer(0, "layers.0", "g", kept)], RankCoordinates())))
+
+    with pytest.raises(IncompatiblePeerError, match=r"num_speculative_tokens\) 3.*num_speculative_tokens\) 5"):
+        check_exchangeable(layout(0), layout(2), source_name="prefill", destination_name="decode")
+
+
+def test_rings_of_several_sizes_are_refused_by_the_same_name():
+    def layout(size: int) -> RankLayout:
+        made = SimpleNamespace(num_heads=1, num_states=size, state_content_size_bytes=8, dtype=torch.float32)
+        kept = ring_of(made, torch.zeros(BLOCKS, 1, size, 2), "ring")
+        return RankLayout(shards=tuple(shards_from([StateLayer(0, "layers.0", "g", kept)], RankCoordinates())))
+
+    with pytest.raises(IncompatiblePeerError, match=r"num_speculative_tokens\) 4.*num_speculative_tokens\) 6"):
+        check_exchangeable(layout(4), layout(6), source_name="prefill", destination_name="decode")
 
 
 DRAFTS = ("mtp.layers.0.mixer", "mtp.layers.1.attn")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -23,6 +23,9 @@ WHOLE_REQUEST = sys.maxsize
 
 SHARE = "tensor-parallel share"
 """The axis of what ranks hold apart from each other where it is not known what that is."""
+
+DRAFTED = "tokens back (more with num_speculative_tokens)"
+"""The axis of what a state keeps of so many tokens: as many more as are drafted, which may all turn out wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +49,25 @@ class State:
         shape: on this rank.
         divided: the dimension along which ranks divide it.
         parts: what lies behind each other there; None where that is not known.
+        drafted: the dimension that is longer the more tokens are drafted; None where there is none.
     """
 
     shape: tuple[int, ...]
     divided: int = 0
     parts: tuple[Part, ...] | None = None
+    drafted: int | None = None
 
+    @property
+    def axes(self) -> list[Axis]:
+        """Its dimensions, as they are on this rank."""
+        return [
+            Axis(f"dimension {index}" if index != self.drafted else DRAFTED, size)
+            for index, size in enumerate(self.shape)
+        ]
+
+
+_LOOKING_BACK = frozenset({"MAMBA2", "GDN_ATTN", "SHORT_CONV"})
+"""Kinds whose first state is what a convolution has seen last; of Mamba 1's vLLM keeps no more for drafts."""
 
 RECURRENT = "state"
 """What the recurrent state of a layer is called beside other things that it keeps of a request."""
@@ -102,10 +118,16 @@ def states_of(spec: Any, layer: Any, coordinates: RankCoordinates, *, channels_f
         layer: its module.
         channels_first: whether a convolution's channels come before what it has seen of each.
     """
+    channel = 0 if channels_first else 1
+    first, *others = _states_of(spec, layer, coordinates, channel)
+    is_convolution = spec.mamba_type.name in _LOOKING_BACK and len(first.shape) == 2
+    return replace(first, drafted=1 - channel if is_convolution else None), *others
+
+
+def _states_of(spec: Any, layer: Any, coordinates: RankCoordinates, channel: int) -> tuple[State, ...]:
     shapes = [tuple(map(int, shape)) for shape in spec.shapes]
     if spec.tp_replicated:
         return tuple(State(shape, 0, (Part(shape[0], Interval(0, shape[0])),)) for shape in shapes)
-    channel = 0 if channels_first else 1
     kind = spec.mamba_type.name
     if kind == "LINEAR" and len(shapes) == 1:
         return (_evenly(shapes[0], 0, [shapes[0][0]], coordinates),)
@@ -134,7 +156,7 @@ def ring_of(spec: Any, cache: Any, role: str) -> KeptStates:
         role: what it is beside the layer's other caches.
     """
     shape = spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize
-    return KeptStates((State(shape, 0, (Part(shape[0], Interval(0, shape[0])),)),), (cache,), role)
+    return KeptStates((State(shape, 0, (Part(shape[0], Interval(0, shape[0])),), drafted=1),), (cache,), role)
 
 
 def _parts_of_convolution(
@@ -253,17 +275,16 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
                 f"state {number} of layer {layer.name!r} has shape {tuple(tensor.shape[1:])} where vLLM says "
                 f"{state.shape}"
             )
-        others = [Axis(f"dimension {index}", size) for index, size in enumerate(state.shape)]
         if state.parts is None:
             share = {SHARE: Interval(coordinates.tp_rank, coordinates.tp_rank + 1)}
-            axes = (Axis(SHARE, coordinates.tp_size), *others)
+            axes = (Axis(SHARE, coordinates.tp_size), *state.axes)
             yield base, _Piece(layer, tensor[:, None], axes, share)
             continue
         starts = accumulate((len(part.held) for part in state.parts), initial=0)
         for index, (start, part) in enumerate(zip(starts, state.parts, strict=False)):
             axes = tuple(
                 Axis("channel", part.total) if dimension == state.divided else axis
-                for dimension, axis in enumerate(others)
+                for dimension, axis in enumerate(state.axes)
             )
             name = base if len(state.parts) == 1 else f"{base}, part {index}"
             view = tensor.narrow(1 + state.divided, start, len(part.held))
