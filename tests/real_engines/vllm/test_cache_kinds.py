@@ -14,8 +14,10 @@ from tests.support.collecting import shown_in, unshown
 from tests.support.vllm_ranks import ALONE
 from vllm import SamplingParams
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
+from vllm.utils.hashing import sha256
 from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_group_id, get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -33,15 +35,18 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
-from kvferry.engines.vllm.caches import HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import HeldHeads, ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.connector import KVFerryConnector, cache_forms, groups_of, heads_of
 from kvferry.engines.vllm.layouts import describe
+from kvferry.engines.vllm.parameters import ROOM
+from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.errors import LayoutError
 from kvferry.layout import Entry
 
@@ -120,6 +125,49 @@ def test_vllm_gives_away_no_block_of_a_prompt_that_is_attended_to_as_a_whole():
     (kept,) = manager.get_blocks("a").blocks
     assert not any(block.is_null for block in kept[:7]), "those of the prompt"
     assert any(block.is_null for block in kept[7:])
+
+
+def test_a_prefix_of_which_full_attention_alone_is_here_is_not_fetched_again():
+    """vLLM counts it as here where the connector says that it brings the state behind it; the state is asked for."""
+    state = MambaSpec(16, ((64,),), (torch.float32,), mamba_cache_mode="align")
+    kept = config(FullAttentionSpec(**SIZES), state, num_blocks=64)
+    groups = groups_of(kept, ALONE)
+    assert fetches_behind_attention(groups)
+    blocks = {"scheduler_block_size": 16, "hash_block_size": 16}
+    manager = KVCacheManager(kept, 1024, **blocks, enable_caching=True)
+    init_none_hash(sha256)
+    prompt, hasher = list(range(100)), get_request_block_hasher(16, sha256)
+    first = Request("a", prompt[:70], SamplingParams(max_tokens=1), None, block_hasher=hasher)
+    assert manager.allocate_slots(first, 70) is not None
+    first.num_computed_tokens = 70
+    manager.free(first)
+    pool = manager.block_pool
+    states = [block for block in pool.blocks if block.block_hash is not None and get_group_id(block.block_hash) == 1]
+    pool.evict_blocks({block.block_id for block in states})
+    parameters = {"do_remote_prefill": True, "remote_engine_id": "there", ROOM: 9}
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": parameters})
+    second = Request("b", prompt, sampling, None, block_hasher=hasher)
+    assert manager.get_computed_blocks(second)[1] == 0, "without such a connector nothing is taken for here"
+    computed, here, _, has_diverged = manager.get_computed_blocks_for_connector(second)
+    assert (here, has_diverged) == (64, True)
+    side = SchedulerSide(groups, engine="here", may_send=False, may_receive=True)
+    missing = side.tokens_elsewhere(second, here)
+    assert missing == 99 - 64
+    assert manager.allocate_slots(
+        second, 0, num_new_computed_tokens=here, new_computed_blocks=computed, num_external_computed_tokens=missing
+    )
+    table = manager.get_blocks("b").blocks
+    side.allocated(second, table, missing)
+    (asked,) = side.take_step({}, ()).receive
+    attention, recurrent = (asked.groups[group.name] for group in groups)
+    assert (asked.prefix_tokens, asked.tokens) == (64, 99)
+    assert (attention.start, list(attention.blocks)) == (4, [block.block_id for block in table[0][4:7]])
+    assert list(recurrent.blocks) == [table[1][6].block_id]
+
+
+def test_tokens_that_were_fetched_are_counted_as_a_peers():
+    connector = object.__new__(KVFerryConnector)
+    assert connector.get_external_cache_hit_sources(None, 35) == {CacheHitSource.P2P: 35}
 
 
 @pytest.mark.shows("vllm", "HiddenStateCacheSpec")

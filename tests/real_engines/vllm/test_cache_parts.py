@@ -5,11 +5,14 @@ Backends whose modules need a GPU's packages are read as `tests/unit/engines/tes
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import vllm
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.utils.torch_utils import nvfp4_kv_cache_full_dim, nvfp4_split_data_scale
 from vllm.v1.attention.backends.b12x import B12xPagedAttentionBackend, B12xPagedAttentionImpl
@@ -28,6 +31,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvferry.engines.vllm.forms import CacheForm, forms_of
+from kvferry.engines.vllm.identity import _SCALES_BY_TOKEN
 from kvferry.engines.vllm.parts import parts_of
 
 BLOCKS, TOKENS, HEADS, HEAD_DIM = 3, 16, 4, 64
@@ -102,6 +106,14 @@ def test_nvfp4_has_its_scales_where_vllm_splits_them_off():
         theirs = nvfp4_split_data_scale(whole[:, side * HEADS : (side + 1) * HEADS])
         for their_view, part in zip(theirs, parts[2 * side : 2 * side + 2], strict=True):
             assert torch.equal(places(their_view), places(part))
+
+
+def test_vllm_orders_nvfp4s_scales_by_the_generations_that_are_compared():
+    """`flashinfer._nvfp4_kv_on_fa2`, read as text: its module needs a GPU's packages."""
+    source = (Path(vllm.__file__).parent / "v1/attention/backends/flashinfer.py").read_text()
+    families = re.search(r"def _nvfp4_kv_on_fa2.*?for f in \(([\d, ]+)\)\)", source, re.DOTALL)
+    assert families is not None
+    assert {int(each) // 10 for each in families[1].split(",")} == _SCALES_BY_TOKEN
 
 
 PER_TOKEN_HEAD = {

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.vllm.caches import CacheGroup
+
 MODULE = "kvferry.engines.vllm.connector"
 
 
@@ -148,3 +150,25 @@ def test_graphs_come_in_pieces_where_layers_leave_one_by_one(connector_module: A
     connector = connector_module.KVFerryConnector
     assert not connector.requires_piecewise_for_cudagraph({})
     assert connector.requires_piecewise_for_cudagraph({"layer_ranges": 2})
+
+
+@pytest.mark.parametrize(
+    ("others", "expected"),
+    [
+        ({}, True),
+        ({"window_tokens": 9}, False),
+        ({"chunk_tokens": 16}, False),
+        ({"is_prefix_cached": False}, False),
+    ],
+    ids=["full attention", "window", "chunks", "not in the prefix cache"],
+)
+def test_a_prefix_without_its_state_may_count_as_here_beside_full_attention_alone(
+    connector_module: Any, others: dict[str, Any], expected: bool
+):
+    """Of a window, less than of full attention may be in the prefix cache, and none of it would be fetched."""
+    state = CacheGroup("state", (), 1024, has_state=True)
+    connector = object.__new__(connector_module.KVFerryConnector)
+    connector._groups = (CacheGroup("attention", (), 16, **others), state)
+    assert connector.supports_divergent_local_hybrid_hits is expected
+    connector._groups += (CacheGroup("more", (), 16),)
+    assert not connector.supports_divergent_local_hybrid_hits

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry import Interval
@@ -52,6 +53,16 @@ class CacheGroup:
         if self.chunk_tokens is not None:
             return tokens - tokens % self.chunk_tokens
         return 0 if self.window_tokens is None else max(0, tokens - self.window_tokens)
+
+
+def fetches_behind_attention(groups: Sequence[CacheGroup]) -> bool:
+    """Whether all that is missing of a request is fetched where its prefix is here of full attention alone.
+
+    Recurrent state is fetched whatever the prefix. Of several groups with entries for tokens, or of one that keeps few
+    of them, less may be in the prefix cache than of full attention, and what is counted as here would not be fetched.
+    """
+    others = [group for group in groups if not group.has_state]
+    return len(others) == 1 and not others[0].gives_blocks_away and others[0].is_prefix_cached
 
 
 @dataclass(frozen=True, slots=True)

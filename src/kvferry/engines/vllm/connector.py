@@ -31,7 +31,7 @@ from vllm.v1.request import RequestStatus
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
@@ -58,6 +58,11 @@ from kvferry.engines.vllm.termination import drain_timeout_s, letting_all_come, 
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
 from kvferry.loggers import logger_of
 
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ModuleNotFoundError:  # vLLM 0.31 counts tokens from elsewhere without a source
+    CacheHitSource = None
+
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -82,6 +87,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     The role decides what an engine may do: kv_producer sends, kv_consumer receives, kv_both does both. Settings of
     kvferry's are read from the environment, and from `kv_connector_extra_config`, which wins.
     """
+
+    if CacheHitSource is not None:
+        _cache_hit_source = CacheHitSource.P2P
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """Whether vLLM may count a prefix as here though its prefix cache has no recurrent state at its end."""
+        return fetches_behind_attention(self._groups)
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         """Makes one side of the connector, as vLLM asks for it in each of its processes.

@@ -68,6 +68,11 @@ def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
         if name not in unknown:
             yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
+    yield Mentions(
+        f"{_SCHEDULER}._get_local_prefix_cache_hit",
+        ("supports_divergent_local_hybrid_hits",),
+        "of hybrids no prefix of full attention is fetched again",
+    )
     yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
     yield Mentions(
         f"{_BASE}.__init__", ("_vllm_config", "_kv_transfer_config", "_kv_cache_config"), "ours reads what it sets"
@@ -377,12 +382,23 @@ def _connectors_and_metrics() -> Iterator[Line]:
     yield Fields("vllm.platforms.interface:Platform", ("device_name", "device_type"), "ours asks where it runs")
 
 
+def _cache_hit_source() -> Iterator[Line]:
+    source = "vllm.v1.metrics.cache_hit_source:CacheHitSource"
+    yield Members(source, {"P2P": "p2p"}, "vLLM counts cached tokens by where they came from")
+    yield Mentions(
+        f"{_BASE}.get_external_cache_hit_sources", ("_cache_hit_source",), "ours says so where they came from"
+    )
+
+
 def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
     others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_connectors_and_metrics())
     return Contract("vLLM", (tried,), (*_hooks(unknown), *others, *more))
 
 
-CONTRACTS = (_contract("0.31.0", _NEW_IN_0_32), _contract("0.32.0", more=_context_parallelism()))
+CONTRACTS = (
+    _contract("0.31.0", _NEW_IN_0_32),
+    _contract("0.32.0", more=(*_context_parallelism(), *_cache_hit_source())),
+)
 """What holds wherever vLLM runs, in each version that was tried."""
 
 CPU_LINES: tuple[Line, ...] = (
