@@ -203,6 +203,33 @@ def test_every_type_of_numbers(dtype: torch.dtype):
     assert found[1].all()
 
 
+@pytest.mark.parametrize("tables", [1, 2], ids=["in one block table", "in two"])
+def test_all_layers_of_a_cache_of_several_precisions(tables: int):
+    """As with layers that `kv_cache_dtype_skip_layers` names: blocks of one kind may have been the other's."""
+    names = [f"model.layers.{number}.attn" for number in range(2)]
+    caches = {
+        name: torch.full((BLOCKS, HEADS, PAGE, 6 * size), 0xFF, dtype=torch.uint8)
+        for name, size in zip(names, (1, 2), strict=True)
+    }
+    members = [(name,) for name in names] if tables == 2 else [tuple(names)]
+    groups = [CacheGroup(f"group {number}", each, PAGE) for number, each in enumerate(members)]
+    described = describe(
+        {names[0]: caches[names[0]], names[1]: caches[names[1]].view(torch.bfloat16)},
+        groups,
+        ModelShape(2),
+        RankCoordinates(),
+        heads=dict.fromkeys(names, HeldHeads(HEADS, Interval(0, HEADS))),
+        num_blocks=BLOCKS,
+    )
+    assert [component.name for component in described.layout.components] == ["kv, uint8", "kv, bfloat16"]
+    load = BlocksToReceive("r", 1, "there", 0, 6, {group.name: GroupBlocks(0, (4, 1)) for group in groups})
+    LoadedBlocks(described, groups).clear(load, ())
+    for cache in caches.values():
+        assert (cache == 0).nonzero()[:, 0].unique().tolist() == [1]
+        assert (cache[1, :, 2:] == 0).all()
+        assert not (cache[1, :, :2] == 0).any()
+
+
 def test_several_entries_for_a_token_and_a_part_of_one():
     found = cleared(CacheForm(tokens_per_entry=Fraction(1, 2)), torch.float32, 6, entries=2 * PAGE)
     assert not found[0, :, :6].any()

@@ -298,7 +298,7 @@ def _alike(
             kind += f", window {layer.group.window_tokens}"
         if layer.group.chunk_tokens is not None:
             kind += f", chunk {layer.group.chunk_tokens}"
-        distinctions = layer.heads_in_words, f"{layer.content} a head"
+        distinctions = layer.heads_in_words, f"{layer.content} a head", layer.view.dtype
         form = ComponentForm(kind, distinctions, _component(kind, layer, model, coordinates), layer.name)
         members = alike.setdefault(form, [])
         if members and members[-1].number == layer.number:
