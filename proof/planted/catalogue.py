@@ -629,7 +629,7 @@ CATALOGUE = (
     PlantedFault(
         "a stage of vLLM's hands in blocks of layers that it lacks",
         "engines/vllm/worker.py",
-        " if name in self._pages_per_block)",
+        " if name in self._described.pages_per_block)",
         ")",
         "tests/unit/engines/test_vllm_stages.py",
     ),
@@ -670,7 +670,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a rank of vLLM's names pages for all tokens where it keeps a share",
-        "engines/vllm/worker.py",
+        "engines/vllm/layouts.py",
         "return share.held_before(tokens, block=share.partition.block(tokens))",
         "return tokens",
         "tests/unit/engines/test_vllm_shares.py",
