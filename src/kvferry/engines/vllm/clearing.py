@@ -18,9 +18,11 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry import Interval
 from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.copies import on_device
 from kvferry.engines.vllm.layouts import DescribedCaches, LayerPages
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
 
@@ -87,8 +89,7 @@ class LoadedBlocks:
         absent: Collection[str],
     ) -> None:
         ratio, page_tokens = self._described.pages_per_block[name], layers[0].page_tokens
-        pages = (np.asarray(blocks.blocks, np.int64)[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
-        before = blocks.start * ratio * page_tokens
+        pages, before = blocks.pages(ratio), blocks.start * ratio * page_tokens
         prefix = loaded.prefix_tokens if blocks.held_tokens is None else blocks.held_tokens
         needed = max(prefix, self._groups[name].first_attended(loaded.tokens))
         held, start, stop = (self._described.kept(name, tokens) for tokens in (prefix, needed, loaded.tokens))
@@ -98,13 +99,13 @@ class LoadedBlocks:
                 _clear(layer, pages, rest.start - before, rest.stop - before)
 
 
-def _clear(layer: LayerPages, pages: np.ndarray, start: int, stop: int) -> None:
+def _clear(layer: LayerPages, pages: NDArray[np.int64], start: int, stop: int) -> None:
     """Clears a layer's tokens in pages that follow each other, from one position to another."""
     cache = layer.pages.view(torch.uint8) if layer.pages.element_size() == 1 else layer.pages
     size = layer.page_tokens
     first, last = -(-start // size), stop // size  # the pages that are cleared whole
     if first < last:
-        cache.index_fill_(0, torch.from_numpy(pages[first:last]).to(cache.device), 0)
+        cache.index_fill_(0, on_device(pages[first:last], cache.device), 0)
     ends = {start // size: (start % size, size)} if start % size else {}
     if stop % size:
         ends[last] = (ends.get(last, (0, 0))[0], stop % size)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.steps import GroupBlocks
@@ -25,12 +26,8 @@ class _Cache:
     pages: Any
     pages_per_block: int
 
-    def copy(self, blocks: Any, copies: Any) -> None:
-        ratio = np.arange(self.pages_per_block)
-        source, target = (
-            torch.from_numpy((each[:, np.newaxis] * self.pages_per_block + ratio).reshape(-1)).to(self.pages.device)
-            for each in (blocks, copies)
-        )
+    def copy(self, blocks: GroupBlocks, copies: GroupBlocks) -> None:
+        source, target = (on_device(each.pages(self.pages_per_block), self.pages.device) for each in (blocks, copies))
         self.pages.index_copy_(0, target, self.pages.index_select(0, source))
 
 
@@ -57,10 +54,15 @@ class BlockCopier:
             blocks: that are copied.
             copies: where they go, in the same order.
         """
-        source, target = (np.asarray(each.blocks, np.int64) for each in (blocks, copies))
-        if len(source):
+        if len(blocks.blocks):
             for cache in self._groups[group]:
-                cache.copy(source, target)
+                cache.copy(blocks, copies)
+
+
+def on_device(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers as a tensor of a device, without waiting for what is queued there."""
+    found = torch.from_numpy(numbers)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
 
 
 def _cache(cache: Any, num_blocks: int) -> _Cache:

@@ -35,6 +35,10 @@ class GroupBlocks:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def pages(self, per_block: int) -> NDArray[np.int64]:
+        """Returns the numbers of their pages, where a kernel divides each into so many."""
+        return (np.asarray(self.blocks, np.int64)[:, np.newaxis] * per_block + np.arange(per_block)).reshape(-1)
+
 
 @dataclass(frozen=True, slots=True)
 class BlocksToSend:

@@ -14,8 +14,6 @@ from functools import partial
 from math import inf
 from typing import TypeVar
 
-import numpy as np
-
 from kvferry import (
     DecodeEndpoint,
     GroupPages,
@@ -351,9 +349,7 @@ class WorkerSide:
         There are none where it keeps nothing of those behind the prefix.
         """
         ratio = self._described.pages_per_block[group]
-        start = given.start * ratio
-        blocks = np.asarray(given.blocks, np.int64)
-        pages = (blocks[:, np.newaxis] * ratio + np.arange(ratio)).reshape(-1)
+        start, pages = given.start * ratio, given.pages(ratio)
         kept, held = self._described.kept(group, tokens), self._described.kept(group, prefix_tokens)
         most = -(-kept // self._layout_groups[group].page_tokens) - start if held < kept else 0
         return PagesToSend(start, pages[: max(0, most)])
