@@ -24,6 +24,7 @@ PROMPT_EMBEDDING = "prompt embedding"
 LORA_ADAPTER = "LoRA adapter"
 MULTIMODAL_INPUT = "multimodal input"
 CACHE_SALT = "cache salt"
+WEIGHTS_VERSION = "weights version"
 
 NONE = "none"
 """The value of a field where an engine has nothing of the kind, and its cache would differ if it had."""
@@ -109,6 +110,7 @@ def request_conditions(
     lora: str = "",
     multimodal: Sequence[MultimodalInput] = (),
     salt: str = "",
+    weights: str = "",
 ) -> dict[str, bytes]:
     """Returns what a request's cache depends on, as digests by name for `open(..., depends_on=...)`.
 
@@ -121,6 +123,7 @@ def request_conditions(
         lora: identifies the adapter: `checkpoints.adapter_identity`, or its name.
         multimodal: what else the prompt has, in order.
         salt: keeps the caches of different users apart.
+        weights: identifies the model's weights of now, where they were replaced since the server started.
     """
     conditions = {PROMPT: _digest(_numbers(tokens, count))}
     if embedding:
@@ -132,6 +135,8 @@ def request_conditions(
         conditions[MULTIMODAL_INPUT] = _digest(json.dumps(parts).encode())
     if salt:
         conditions[CACHE_SALT] = _digest(salt.encode())
+    if weights:
+        conditions[WEIGHTS_VERSION] = _digest(weights.encode())
     return conditions
 
 

@@ -84,8 +84,9 @@ def test_texts_that_differ_behind_their_beginning_differ():
         (request_conditions([1, 2, 3], lora="a"), "names a LoRA adapter"),
         (request_conditions([1, 2, 3], multimodal=[CAT]), "names a multimodal input"),
         (request_conditions([1, 2, 3], salt="s"), "names a cache salt"),
+        (request_conditions([1, 2, 3], weights="w"), "names a weights version"),
     ],
-    ids=["token", "shorter", "longer", "embedding", "adapter", "image", "salt"],
+    ids=["token", "shorter", "longer", "embedding", "adapter", "image", "salt", "weights"],
 )
 def test_requests_that_differ_in_anything_that_their_caches_depend_on_are_told_apart(
     other: dict[str, bytes], what: str
@@ -99,6 +100,7 @@ def test_requests_that_differ_in_anything_that_their_caches_depend_on_are_told_a
     [
         ({"lora": "a"}, {"lora": "b"}),
         ({"salt": "a"}, {"salt": "b"}),
+        ({"weights": "a"}, {"weights": "b"}),
         ({"embedding": b"a"}, {"embedding": b"b"}),
         ({"multimodal": [CAT]}, {"multimodal": [DOG]}),
         ({"multimodal": [CAT]}, {"multimodal": [replace(CAT, offset=4)]}),
