@@ -886,6 +886,13 @@ CATALOGUE = (
         "tests/property/test_described_sglang.py",
     ),
     PlantedFault(
+        "An engine that has ended is waited for",
+        "endpoint/decode/links.py",
+        "isinstance(problem, RegistryAccessError | EngineEndedError)",
+        "isinstance(problem, RegistryAccessError)",
+        "tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
         "SGLang's heads count without its pool",
         "engines/sglang/pools.py",
         "return claimed if held == claimed // part.count else None",

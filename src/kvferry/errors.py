@@ -25,6 +25,7 @@
     |   `-- PeerDisconnectedError   the connection to the peer is gone
     |-- RegistryError               the registry refused or could not be reached
     |   |-- RegistryUnreachableError
+    |   |-- EngineEndedError        the engine has ended, and nobody will register under its name again
     |   |-- RegistryAccessError     the registry has a secret, and this side none or another
     |   `-- RegistrationRefusedError
     |       `-- RankReplacedError   another start of the rank has registered in its place
@@ -161,6 +162,10 @@ class RegistryUnreachableError(RegistryError):
     """
 
     timed_out = False
+
+
+class EngineEndedError(RegistryError):
+    """The engine has ended, and no rank will register under its name again: there is nothing to wait for."""
 
 
 class RegistryAccessError(RegistryError):

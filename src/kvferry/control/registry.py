@@ -97,6 +97,7 @@ class Registry(ABC):
         """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
 
         Raises:
+            EngineEndedError: if it is known that there will never be any again.
             SettingsError: if no engine can have this name.
         """
 
@@ -153,6 +154,12 @@ class Registry(ABC):
 
         Args:
             changed: should return soon; called on a thread of the registry's own.
+        """
+
+    def lost(self, engine: str) -> None:  # noqa: B027 - most know nothing beyond their registrations
+        """Hears that a link to an engine has ended, on the endpoint's own thread: what else is known of it may be old.
+
+        Returns at once.
         """
 
     def load(self) -> None:  # noqa: B027 - not every registry has anything to load

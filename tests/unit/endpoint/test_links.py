@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ from kvferry.applications.up.supervision import free_ports
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import (
+    EndpointClosedError,
+    EngineEndedError,
     IncompatiblePeerError,
     LayoutError,
     PeerDisconnectedError,
@@ -85,6 +87,41 @@ def test_connecting_ahead_makes_the_first_room_wait_for_nothing(pair: Callable[.
     requests.connect()
     assert all(transport._connections for transport in requests.prefill.transports)
     requests.run(1)
+
+
+def test_who_begins_to_connect_hears_when_it_is_done_and_why_it_failed(engines: Callable[..., Engines]):
+    both, name = engines(bootstrap_timeout_s=0.4), new_engine_name("prefill")
+    decode = both.decode(Model()).endpoints[0]
+    missing = decode.connecting(name)
+    assert not missing.done()
+    with pytest.raises(PeerDisconnectedError, match=f"knows 0 of an unknown number of ranks of engine '{name}'"):
+        missing.result(WAIT_S)
+    both.prefill(Model(), name=name)
+    decode.connecting(name).result(WAIT_S)
+    decode.connecting(name).result(WAIT_S)
+    assert not decode._driver.rooms.links.are_awaited
+    decode.close()
+    with pytest.raises(EndpointClosedError):
+        decode.connecting(name)
+
+
+def test_an_engine_that_has_ended_is_not_waited_for_and_its_registry_hears_of_it(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both, name = engines(), new_engine_name("prefill")
+    prefill, decode = both.prefill(Model(), name=name).endpoints[0], both.decode(Model()).endpoints[0]
+    decode.connecting(name).result(WAIT_S)
+    registry, lost = decode._registry_client, list[str]()
+    monkeypatch.setattr(registry, "lost", lost.append)
+    prefill.close()
+    eventually("its registry hears of it", lambda: lost == [name])
+
+    def ended(engine: str) -> NoReturn:
+        raise EngineEndedError(f"{engine} has ended")
+
+    monkeypatch.setattr(registry, "engine", ended)
+    with pytest.raises(TransferFailedError, match=f"{name} has ended"):
+        decode.open(1, [0], engine=name).wait(WAIT_S)
 
 
 def test_engines_that_are_not_there_hold_nobody_up(pair: Callable[..., Requests]):

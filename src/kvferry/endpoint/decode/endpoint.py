@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from contextlib import ExitStack
 from typing import SupportsIndex
 
@@ -178,6 +179,21 @@ class DecodeEndpoint(Endpoint):
         check_may_wait("connect()")
         limit_s = self.settings.bootstrap_timeout_s if timeout_s is None else timeout_s
         self._driver.rooms.links.wait_ready(LinkKey(engine, prefill_dp_rank), limit_s)
+
+    def connecting(self, engine: str = "prefill", *, prefill_dp_rank: int = 0) -> Future[None]:
+        """Begins to connect to a prefill engine, unless it is connected. Returns at once and does no I/O.
+
+        Returns:
+            What has a result once the engine is connected, and an exception, as `connect` raises it, if that fails or
+            takes longer than bootstrap_timeout_s. It is not to be cancelled.
+
+        Raises:
+            SettingsError: if no engine can have that name.
+            UsageError: if the process was forked from the endpoint's.
+            EndpointClosedError: if the endpoint was closed.
+        """
+        self._check_process()
+        return self._driver.rooms.links.connecting(LinkKey(engine, prefill_dp_rank))
 
     def release(self, endpoint: str) -> None:
         """Takes the caller's word that a lost prefill rank has ended: that its process cannot write any more.

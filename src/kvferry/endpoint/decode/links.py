@@ -22,6 +22,7 @@ from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.errors import (
     EndpointClosedError,
+    EngineEndedError,
     KVFerryError,
     PeerDisconnectedError,
     PeerError,
@@ -148,6 +149,15 @@ class Links:
             f"registered at the same registry, {self._context.registry.url_for(key.engine)}? {problem or ''}"
         ) from problem
 
+    def connecting(self, key: LinkKey) -> Future[None]:
+        """Begins to make a link, unless there is one; see `DecodeEndpoint.connecting`."""
+        caller = Caller()
+        caller.ready.add_done_callback(lambda _: self._callers.remove(caller))
+        self.begin_waiting(caller, key)
+        if self.is_closed:
+            raise EndpointClosedError("the endpoint was closed")
+        return caller.ready
+
     def begin_waiting(self, caller: Caller, key: LinkKey) -> None:
         """Begins what `wait_ready` waits for."""
         self._callers.append(caller)
@@ -214,7 +224,7 @@ class Links:
             for room in list(self.rooms_of.get(link, ())):
                 if (gone := why_gone(link, room.instance)) is not None:
                     self._apply(room, ConnectFailed(gone), now)
-        if isinstance(problem, RegistryAccessError):  # asking again would not help
+        if isinstance(problem, RegistryAccessError | EngineEndedError):  # asking again would not help
             self.fail(link, problem, now)
         elif problem is not None:
             link.problem = problem
@@ -323,6 +333,7 @@ class Links:
     def start_over(self, link: Link, now: float) -> None:
         """Looks a link's ranks up again: those that it has may be of an earlier start, and count as lost."""
         self._context.observer.retried(Retry.CONNECT)
+        self._context.registry.lost(link.key.engine)
         self.quarantine.add(link.start_over(now), now)
         self.connections.leave(link)
 
@@ -334,6 +345,7 @@ class Links:
             log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
             self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
+        self._context.registry.lost(link.key.engine)
         link.is_given_up = True
         self.retired.append(link)
         self.quarantine.add(link.peers, now)
