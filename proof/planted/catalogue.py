@@ -886,6 +886,13 @@ CATALOGUE = (
         "tests/property/test_described_sglang.py",
     ),
     PlantedFault(
+        "Peers go on by what they compared before SGLang replaced a prefill server's weights",
+        "endpoint/prefill/driver.py",
+        "        self._dismiss_all(reason)\n\n    def wake",
+        "\n    def wake",
+        "tests/unit/endpoint/test_same_caches.py",
+    ),
+    PlantedFault(
         "An engine that has ended is waited for",
         "endpoint/decode/links.py",
         "isinstance(problem, RegistryAccessError | EngineEndedError)",

@@ -21,7 +21,7 @@ from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform
 from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.endpoint.transfer import Transfer
-from kvferry.errors import KVFerryError, SettingsError, UsageError
+from kvferry.errors import EndpointClosedError, KVFerryError, SettingsError, UsageError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.loggers import logger_of
 from kvferry.observe.status import (
@@ -64,6 +64,9 @@ class Driver(Protocol):
     @property
     def callbacks(self) -> Callbacks:
         """Calls the caller back."""
+
+    def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
+        """Changes the fingerprint; see `Endpoint.renew`."""
 
 
 class Endpoint(ABC):
@@ -133,6 +136,28 @@ class Endpoint(ABC):
         )
         self._is_closing = False
         self._closers = threading.RLock()  # lets one caller of `close` after the other do what is left to do
+
+    def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
+        """Says from now on that the caches are something else, as where an engine has replaced its weights in place.
+
+        What was compared with peers before counts no more. Rooms that are open fail on both sides, and peers compare
+        anew with the next one. Returns once no later room can be exchanged by what was compared before: in a moment.
+
+        Args:
+            fingerprint: all fields, as they were given to the endpoint when it was made.
+            reason: why, in words, for the rooms that fail.
+
+        Raises:
+            LayoutError: if a field of the fingerprint is impossible.
+            TransferError: if the endpoint's thread does not answer within close_timeout_s.
+            UsageError: if the process was forked from the endpoint's.
+            EndpointClosedError: if the endpoint was closed.
+        """
+        self._check_process()
+        if self._is_closing:
+            raise EndpointClosedError("the endpoint was closed")
+        self.fingerprint = checked_fingerprint(fingerprint)
+        self._driver.renew(self.fingerprint, reason)
 
     @property
     def _identity(self) -> Identity:

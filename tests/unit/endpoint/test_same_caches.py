@@ -10,7 +10,15 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry.errors import IncompatiblePeerError, LayoutError, SettingsError, TransferFailedError, UsageError
+from kvferry.errors import (
+    EndpointClosedError,
+    IncompatiblePeerError,
+    LayoutError,
+    SettingsError,
+    TransferError,
+    TransferFailedError,
+    UsageError,
+)
 from kvferry.settings import Settings
 
 E4M3 = {"weights": "3f9a", "cache_dtype": "float8_e4m3fn"}
@@ -53,6 +61,56 @@ def test_caches_that_mean_something_else_are_refused_when_the_sides_connect(
         request.receivers[0].wait(WAIT_S)
     assert isinstance(failed.value.__cause__, IncompatiblePeerError)
     assert request.receivers[0].pages_reusable
+
+
+NEWER = E4M3 | {"weights": "77b0"}
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_fingerprint_that_is_renewed_counts_for_those_that_are_connected(engines: Callable[..., Engines], side: str):
+    """An engine may replace its weights in place, before the other one or alone."""
+    requests = sides(engines, E4M3, E4M3)
+    requests.run(1)
+    renewed = requests.prefill.endpoints if side == "prefill" else requests.decode.endpoints
+    for endpoint in renewed:
+        endpoint.renew(NEWER, "weights were replaced")
+    assert renewed[0].status().fingerprint == NEWER
+    request = requests.new(2)
+    requests.open_prefill(request)
+    requests.open_decode(request)
+    for transfer in (*request.receivers, *request.senders):
+        with pytest.raises(
+            TransferFailedError, match=r"weights is '.*' on prefill engine .*, '.*' on this decode rank"
+        ):
+            transfer.wait(WAIT_S)
+    for endpoint in requests.decode.endpoints if side == "prefill" else requests.prefill.endpoints:
+        endpoint.renew(NEWER, "weights were replaced")
+    requests.run(3)
+
+
+@pytest.mark.parametrize(("side", "is_submitted"), [("prefill", True), ("prefill", False), ("decode", True)])
+def test_rooms_on_their_way_fail_on_both_sides_where_a_fingerprint_is_renewed(
+    engines: Callable[..., Engines], side: str, is_submitted: bool
+):
+    requests = sides(engines, E4M3, E4M3)
+    requests.connect()
+    request = requests.new(1)
+    requests.open_decode(request)
+    if is_submitted:
+        requests.open_prefill(request)
+    for endpoint in requests.prefill.endpoints if side == "prefill" else requests.decode.endpoints:
+        endpoint.renew(NEWER, "weights were replaced")
+    for transfer in (*request.receivers, *request.senders):
+        with pytest.raises(TransferError, match="weights were replaced"):
+            transfer.wait(WAIT_S)
+        eventually("its pages are free", lambda each: each.pages_reusable, transfer)
+
+
+def test_a_closed_endpoint_renews_nothing(engines: Callable[..., Engines]):
+    endpoint = sides(engines, E4M3, E4M3).prefill.endpoints[0]
+    endpoint.close()
+    with pytest.raises(EndpointClosedError):
+        endpoint.renew(NEWER, "weights were replaced")
 
 
 def test_a_prefill_rank_compares_for_itself(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):

@@ -23,7 +23,7 @@ class DecodeContext:
     """What a decode endpoint was made with, its end of the peer channel, and the way to its thread.
 
     Attributes:
-        identity: who it is, to its peers.
+        identity: who it is, to its peers; its fingerprint may be renewed.
         transport: takes what arrives.
         registry: where prefill engines are looked up.
         staging: the memory that prefill ranks write to.

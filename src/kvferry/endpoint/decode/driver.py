@@ -9,7 +9,9 @@ or until it is woken.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from functools import partial
 
 from kvferry.control.ends import Connection
 from kvferry.control.registry import Registry
@@ -19,7 +21,7 @@ from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.sleeps import SleepBounds
 from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop
-from kvferry.errors import KVFerryError, PeerError, UnknownMessageError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
 from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
@@ -98,6 +100,15 @@ class DecodeDriver(Loop):
     def health(self) -> tuple[ThreadStatus, ...]:
         """Health of every thread."""
         return tuple(thread.health for thread in (*self._own_threads, *self.callbacks.threads))
+
+    def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
+        """Changes the fingerprint, see `Endpoint.renew`: before any room that is opened from now on."""
+        self.context.submit(partial(self._renew, fingerprint, reason))
+
+    def _renew(self, fingerprint: Mapping[str, str], reason: str, now: float) -> None:
+        self.context.identity = replace(self.context.identity, fingerprint=fingerprint)
+        for link in self._links.current:
+            self._links.fail(link, PeerDisconnectedError(reason), now)
 
     @property
     def callbacks(self) -> Callbacks:

@@ -45,12 +45,12 @@ class BrokenOff:
         return self._last_failures.get(name, 0)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class PrefillContext:
     """What a prefill endpoint was made with, and what its driver has for the rest. All of it is for any thread.
 
     Attributes:
-        identity: who it is, to its peers.
+        identity: who it is, to its peers; its fingerprint may be renewed.
         transport: moves the bytes.
         settings: what it was made with.
         staging: what it has for staged writes.

@@ -8,8 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
+
+import msgspec
 
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
@@ -32,6 +37,7 @@ from kvferry.errors import (
     MessageError,
     PeerDisconnectedError,
     PeerError,
+    TransferError,
     VersionError,
 )
 from kvferry.loggers import logger_of
@@ -132,6 +138,7 @@ class PrefillDriver(Loop):
             spoken=SpokenVersions(identity.versions),
         )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
+        self._renewals: deque[tuple[str, threading.Event]] = deque()  # why, and told when it is done
         self._failed_writes: deque[tuple[Attachment, Exception]] = deque()  # whose connections broke
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
@@ -202,6 +209,23 @@ class PrefillDriver(Loop):
         """Sends a control message, from the control thread, soon."""
         self._outbox.append((receiver, message))
         self.wake()
+
+    def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
+        """Changes the fingerprint, see `Endpoint.renew`. Returns once no decode rank is attached that saw another."""
+        self._context.identity = replace(self._context.identity, fingerprint=fingerprint)
+        renewed = threading.Event()
+        self._renewals.append((reason, renewed))
+        self.wake()
+        if not renewed.wait(self._settings.close_timeout_s):
+            raise TransferError(
+                f"the prefill endpoint does not answer within {self._settings.close_timeout_s:g} s "
+                "(KVFERRY_CLOSE_TIMEOUT_S), and may still serve what its earlier fingerprint said"
+            )
+
+    def _renew(self, reason: str) -> None:
+        fingerprint = dict(self._context.identity.fingerprint)
+        self._welcome = msgspec.structs.replace(self._welcome, fingerprint=fingerprint)
+        self._dismiss_all(reason)
 
     def wake(self) -> None:
         """Lets the control thread have a turn, soon."""
@@ -276,12 +300,20 @@ class PrefillDriver(Loop):
 
     def has_work(self) -> bool:
         may_leave = self._is_closing_down and not len(self.rooms)
-        return bool(self._outbox or self._failed_writes) or self._now() >= self._next_tick_at or may_leave
+        return (
+            bool(self._outbox or self._failed_writes or self._renewals)
+            or self._now() >= self._next_tick_at
+            or may_leave
+        )
 
     def turn(self, *, may_wait: bool) -> bool:
         wait_ms = self._longest_wait_ms()
         self._channel.wait(wait_ms if may_wait else 0)
         now = self._now()
+        while self._renewals:  # before messages, which may belong to what was compared before
+            reason, renewed = self._renewals.popleft()
+            self._renew(reason)
+            renewed.set()
         for identity, data in self._channel.receive():
             self._receive_one(identity, data, now)
         while self._failed_writes:
@@ -430,12 +462,17 @@ class PrefillDriver(Loop):
         if replaced is None:
             self.rooms.replaced = None
         elif self.rooms.replaced is None and not self.rooms.draining.has_begun:
-            reason, peers = str(replaced), self.ranks.peers()
-            for peer in peers:  # first, so that they hear the reason before anything else of their rooms
-                self.send(peer.name, messages.Pong(endpoint=self._identity.endpoint, attached=False, reason=reason))
-            self.rooms.give_way(replaced)
-            for peer in peers:
-                self._give_up(peer.name, PeerDisconnectedError(reason))
+            self.rooms.replaced = replaced
+            self._dismiss_all(str(replaced))
+
+    def _dismiss_all(self, reason: str) -> None:
+        """Ends all rooms and loses all decode ranks, which hear why, and may connect anew."""
+        peers = self.ranks.peers()
+        for peer in peers:  # first, so that they hear the reason before anything else of their rooms
+            self.send(peer.name, messages.Pong(endpoint=self._identity.endpoint, attached=False, reason=reason))
+        self.rooms.end_all(reason)
+        for peer in peers:
+            self._give_up(peer.name, PeerDisconnectedError(reason))
 
     # ---- time ---------------------------------------------------------------------------------------------------
 

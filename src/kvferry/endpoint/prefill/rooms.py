@@ -202,14 +202,9 @@ class SendingRooms:
             if not self.draining.takes_rooms:
                 self.table.takes_no_more(self.draining.refusal)
         if self.draining.is_overdue:
-            self._end_all(self.draining.overdue)
+            self.end_all(self.draining.overdue)
 
-    def give_way(self, error: RankReplacedError) -> None:
-        """Ends all rooms and takes no new ones, until `replaced` is None again: another start has this rank's place."""
-        self.replaced = error
-        self._end_all(str(error))
-
-    def _end_all(self, reason: str) -> None:
+    def end_all(self, reason: str) -> None:
         """Aborts the rooms that are open, and refuses those that decode ranks have opened and our caller has not."""
         with self._lock:
             rooms, pending = list(self.table.rooms.values()), self.table.give_up_pending()
