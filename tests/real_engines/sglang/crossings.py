@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from tests.real_engines.sglang.ranks import PREFILL, SERVER_ARGS, Model, Rank, Whole, place, plug_in
+from tests.support.waiting import eventually
 
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.manager import KVFerryManager
@@ -32,19 +33,19 @@ class Side:
 class Members:
     """Ranks of a prefill and a decode engine: all of them, or those that this process has."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, port: int, model: Model) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, port: int, model: Model, *, host: str = "127.0.0.1") -> None:
         plug_in()
-        self._patch, self.port, self.model = patch, port, model
+        self._patch, self.host, self.port, self.model = patch, host, port, model
         self._begun: list[KVFerryManager] = []
         self.prefill, self.decode = Side([], []), Side([], [])
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self, mode: Any, rank: Rank, *, pp: int = 1, stage: int = 0) -> None:
         """Starts one rank."""
-        where = {"tp": rank.tp, "tp_rank": rank.tp_rank, "pp": pp, "pp_rank": stage, **rank.options}
+        where = {"tp": rank.tp, "tp_rank": rank.tp_rank, "pp": pp, "pp_rank": stage, **rank.options, "host": self.host}
         with place(self._patch, self.port, rank.model, **where):
             args = rank.arguments
             args.pp_rank = stage
@@ -62,14 +63,18 @@ class Members:
     def receiver(
         self, manager: KVFerryManager, room: int, *, tokens: int = 3, salt: str | None = None, dp_rank: int = 0
     ) -> KVFerryReceiver:
-        deadline = time.monotonic() + WAIT_S
-        while not manager.try_ensure_parallel_info(self.address):
-            assert time.monotonic() < deadline, "the prefill server cannot be found"
-            time.sleep(0.05)
+        eventually("the prefill server is found", lambda: manager.try_ensure_parallel_info(self.address))
+        receiver = self.waiting_receiver(manager, room, tokens=tokens, salt=salt)
+        receiver.init(dp_rank)
+        return receiver
+
+    def waiting_receiver(
+        self, manager: KVFerryManager, room: int, *, tokens: int = 3, salt: str | None = None
+    ) -> KVFerryReceiver:
+        """One whose prefill server SGLang has not looked up."""
         receiver: KVFerryReceiver = self._made(
             room, lambda: KVFerryReceiver(manager, self.address, room), tokens=tokens, salt=salt
         )
-        receiver.init(dp_rank)
         return receiver
 
     def _made(self, room: int, make: Callable[[], Any], *, tokens: int, salt: str | None = None) -> Any:

@@ -381,7 +381,7 @@ def place(
         within.setattr(manager_module, "get_parallel", lambda: parallel)
         within.setattr(options_module, "get_memory", lambda: memory)
         within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.state_layers else None)
-        within.setattr(conn, "get_serving", lambda: SimpleNamespace(host="127.0.0.1", port=1))
+        within.setattr(conn, "get_serving", lambda: SimpleNamespace(host=changed.get("host", "127.0.0.1"), port=1))
         within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False), raising=False)
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)
         within.setattr(conn, "linear_attn_tp_size", lambda: tp, raising=False)

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer, KVTra
 from sglang.srt.disaggregation.prefill import PrefillBootstrapQueue, SchedulerDisaggregationPrefillMixin
 from tests.real_engines.sglang.crossings import WAIT_S, Members, Request, wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
+from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, InProcessNetwork, Sender
 from kvferry.applications.up.supervision import free_ports, refuse_taken
@@ -65,13 +66,16 @@ class Pair(Members):
                 for tp_rank in range(tp):
                     self.start(mode, Rank(of_side, tp=tp, tp_rank=tp_rank, stage=(stage, pp)), pp=pp, stage=stage)
 
-    def restart_prefill(self) -> None:
-        """Ends the prefill engine, and starts one at the same bootstrap address: its registry is elsewhere."""
+    def end_prefill(self) -> None:
         for manager in self.prefill.managers:
             manager.close()
         self.prefill.ranks.clear()
         self.prefill.managers.clear()
         self._bootstrap.close()
+
+    def restart_prefill(self) -> None:
+        """Ends the prefill engine, and starts one at the same bootstrap address: its registry is elsewhere."""
+        self.end_prefill()
         self._bootstrap = KVFerryBootstrapServer("127.0.0.1", self.port)
         self.start(PREFILL, Rank(self.model, tp=1, tp_rank=0))
 
@@ -546,19 +550,14 @@ def test_metadata_rows_of_other_sizes_fail_the_request(pair: Pair):
 def test_a_bootstrap_server_without_kvferry_is_named(pair: Pair):
     pair.begin(Model())
     (port,) = free_ports(1)
-    other = CommonKVBootstrapServer("127.0.0.1", port)
+    other, address = CommonKVBootstrapServer("127.0.0.1", port), f"127.0.0.1:{port}"
     manager = pair.decode.managers[0]
+
+    def is_named() -> bool:
+        assert not manager.try_ensure_parallel_info(address)
+        return "knows nothing of kvferry" in (manager.why_not_found(address, 0.0, time.monotonic()) or "")
+
     try:
-        deadline = time.monotonic() + WAIT_S
-        while True:
-            future = manager._helper.submit(manager._look_up, f"127.0.0.1:{port}")
-            try:
-                future.result(5)
-            except Exception as error:
-                if "knows nothing of kvferry" in str(error):
-                    break
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert not manager.try_ensure_parallel_info(f"127.0.0.1:{port}")
+        eventually("it was asked", is_named)
     finally:
         other.close()

@@ -368,7 +368,7 @@ def test_one_that_has_drained_and_left_gets_none_until_its_successor_has_come(re
             lambda: client.register(rank(engine="prefill-0", tp_size=1, incarnation="second")),
         ):
             change()
-            asyncio.run(DrainWatch(server, partial(drains.registered, client, "prefill-0")).look())
+            asyncio.run(DrainWatch(server, partial(drains.registered, client, lambda: "prefill-0")).look())
             seen.append(server.is_draining)
     assert seen == [False, True, True, False]
 

@@ -9,15 +9,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from tests.support.fronts import NAMES, FrontDeployment
+from tests.support.http import Served
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.up.dialects import DIALECTS
+from kvferry.applications.up.servers import Server
+from kvferry.engines.sglang.directory import Announcement
 
 USED = {"prompt_tokens": 5, "completion_tokens": 2, "total_tokens": 7, "prompt_tokens_details": None}
 REFUSED = {"message": "the prompt is too long"}
@@ -115,6 +119,13 @@ def deployment() -> Iterator[Deployment]:
 def events(answer: httpx.Response) -> list[Any]:
     found = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: ")]
     return [each if each == "[DONE]" else json.loads(each) for each in found]
+
+
+def test_a_prefill_servers_engine_is_called_what_its_bootstrap_server_announces():
+    with Served(Response(msgspec.json.encode(Announcement("sglang-a:8998@5f2c9a1e", 1)))) as bootstrap:
+        host, _, port = bootstrap.address.rpartition(":")
+        server = Server(f"http://{host}:30000", "prefill-0", bootstrap_port=int(port))
+        assert DIALECTS["sglang"].registered_name(server) == "sglang-a:8998@5f2c9a1e"
 
 
 def test_both_servers_are_asked_the_same_under_one_room(deployment: Deployment):

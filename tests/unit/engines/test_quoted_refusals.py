@@ -67,7 +67,7 @@ def test_vllms_are_quoted_as_they_read(tmp_path: Path, kvferry_registry_url: str
 
 def test_sglangs_are_quoted_as_they_read(tmp_path: Path, kvferry_registry_url: str):
     sides = [{"weights": checkpoint(tmp_path, number)} for number in (1, 2)]
-    assert said(kvferry_registry_url, "sglang-node-0:8998", *sides) in quoted("docs/sglang.md")
+    assert said(kvferry_registry_url, "sglang-node-0:8998@5f2c9a1e", *sides) in quoted("docs/sglang.md")
     pairs = (
         ("--kv-cache-dtype", "fp8_e4m3", "fp8_e5m2"),
         ("KV layout", "nhd", "vectorized_5d"),

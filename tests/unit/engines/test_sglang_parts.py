@@ -16,10 +16,16 @@ from kvferry.control.construction import create_registry_client
 from kvferry.control.credentials import Credentials
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.engines.sglang.directory import Announcement, Directory, ask, engine_name, registry_url
+from kvferry.engines.sglang.directory import Announcement, Directory, ask, new_engine_name, registry_url
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.settings import PluginSettings, settings_beside
-from kvferry.errors import IncompatiblePeerError, KVFerryError, RegistryError, RegistryUnreachableError
+from kvferry.errors import (
+    EngineEndedError,
+    IncompatiblePeerError,
+    KVFerryError,
+    RegistryError,
+    RegistryUnreachableError,
+)
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 
@@ -72,7 +78,11 @@ def test_nixl_is_replaced_only_if_asked_for(monkeypatch: pytest.MonkeyPatch):
 
 def test_every_machine_has_a_name_that_engines_can_have(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("platform.node", lambda: "a machine/of mine" * 20)
-    check_engine_name(engine_name(8998))
+    check_engine_name(new_engine_name(8998))
+
+
+def test_no_two_starts_have_one_name_whatever_their_machines_are_called():
+    assert new_engine_name(8998) != new_engine_name(8998)
 
 
 def test_a_bootstrap_server_says_who_it_is():
@@ -107,7 +117,7 @@ def test_an_encoded_answer_is_not_decoded():
 def test_a_server_that_is_gone_is_named():
     with Served(Response()) as server:
         pass
-    with pytest.raises(RegistryUnreachableError, match=f"{server.address} cannot be reached"):
+    with pytest.raises(EngineEndedError, match=f"{server.address} cannot be reached.*refused"):
         ask(server.address)
 
 
@@ -129,79 +139,82 @@ def test_addresses_of_version_six_keep_their_brackets():
     assert registry_url("[::1]:8998", Announcement("a", 4321), Settings()) == "http://[::1]:4321"
 
 
+class Announced:
+    """A bootstrap server that announces an engine."""
+
+    def __init__(self, engine: str, port: int) -> None:
+        self.engine, self.port = engine, port
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        body = msgspec.json.encode(Announcement(self.engine, self.port))
+        await Response(body)(scope, receive, send)
+
+
 def test_a_directory_asks_the_registry_of_the_engine():
-    with RegistryServer("127.0.0.1", 0) as one, RegistryServer("127.0.0.1", 0) as other:
+    with (
+        RegistryServer("127.0.0.1", 0) as one,
+        RegistryServer("127.0.0.1", 0) as other,
+        Served(Announced("a", 1)) as of_a,
+        Served(Announced("b", 1)) as of_b,
+    ):
         directory = Directory(Settings())
-        with pytest.raises(RegistryUnreachableError, match="no request has named a bootstrap server of engine 'a'"):
+        with pytest.raises(EngineEndedError, match="no bootstrap server that requests have named announces engine 'a'"):
             directory.engine("a")
-        directory.add("a", one.url, NOBODY)
-        directory.add("b", other.url, NOBODY)
+        directory.add("a", one.url, of_a.address)
+        directory.add("b", other.url, of_b.address)
         assert [directory.url_for(name) for name in ("a", "b", "c")] == [one.url, other.url, directory.url]
         other.close()
         assert directory.engine("a").registrations == ()
         with pytest.raises(RegistryUnreachableError):
             directory.engine("b")
-        directory.add("b", one.url, NOBODY)  # it has come back elsewhere
+        directory.add("b", one.url, of_b.address)  # it has come back elsewhere
         assert directory.engine("b").registrations == ()
         directory.close()
 
 
-class Announced:
-    """A bootstrap server that announces an engine, and counts how often it was asked."""
-
-    def __init__(self, engine: str, port: int) -> None:
-        self.engine, self.port, self.times_asked = engine, port, 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self.times_asked += scope["type"] == "http"
-        body = msgspec.json.encode(Announcement(self.engine, self.port))
-        await Response(body)(scope, receive, send)
-
-
-@pytest.mark.parametrize("old", ["is gone", "belongs to others now"])
-def test_a_restarted_server_is_found_where_its_registry_is_now(old: str):
-    """A registry whose port nobody has set gets another one with every start."""
-    moved: list[str] = []
-    with RegistryServer("127.0.0.1", 0) as before, RegistryServer("127.0.0.1", 0) as now:
-        RegistryClient(now.url).register(rank(engine="a"))
-        announced = Announced("a", now.address[1])
-        with Served(announced) as bootstrap:
-            directory = Directory(Settings(), moved=moved.append)
-            directory.add("a", before.url, bootstrap.address)
-            if old == "is gone":
-                before.close()
-            assert [each.engine for each in directory.engine("a").registrations] == ["a"]
-            assert directory.url_for("a") == now.url
-            assert (moved, announced.times_asked) == ([bootstrap.address], 1)
-            directory.engine("a")
-            assert announced.times_asked == 1  # who is there is not looked for
-        directory.close()
-
-
-def test_a_server_that_has_not_moved_is_missed_where_it_is():
+@pytest.mark.parametrize("its_registry", ["is there", "is gone"])
+def test_an_engine_whose_bootstrap_server_has_ended_is_not_waited_for(its_registry: str):
+    lost: list[str] = []
     with RegistryServer("127.0.0.1", 0) as registry, Served(Announced("a", registry.address[1])) as bootstrap:
-        directory = Directory(Settings())
+        directory = Directory(Settings(), lost=lost.append)
         directory.add("a", registry.url, bootstrap.address)
-        assert directory.engine("a").registrations == ()
+        assert directory.engine("a").registrations == ()  # its ranks may come yet
+        if its_registry == "is gone":
+            registry.close()
+            with pytest.raises(RegistryUnreachableError, match=str(registry.address[1])):
+                directory.engine("a")
+        assert not lost
         bootstrap.close()
-        assert directory.engine("a").registrations == ()
-        registry.close()
-        with pytest.raises(RegistryUnreachableError, match=str(registry.address[1])):
+        with pytest.raises(EngineEndedError, match=f"{bootstrap.address} cannot be reached"):
             directory.engine("a")
+        assert lost == [bootstrap.address]
         directory.close()
 
 
-def test_another_engine_behind_the_same_bootstrap_server_is_not_taken_for_the_one_that_was_there():
-    moved: list[str] = []
+def test_another_start_behind_the_same_bootstrap_server_is_another_engine():
+    lost: list[str] = []
     with RegistryServer("127.0.0.1", 0) as one, RegistryServer("127.0.0.1", 0) as other:
         RegistryClient(other.url).register(rank(engine="b"))
         with Served(Announced("b", other.address[1])) as bootstrap:
-            directory = Directory(Settings(), moved=moved.append)
+            directory = Directory(Settings(), lost=lost.append)
             directory.add("a", one.url, bootstrap.address)
-            assert directory.engine("a").registrations == ()
-            assert directory.url_for("a") == one.url
-            assert moved == [bootstrap.address]  # the next request looks the server up anew
+            with pytest.raises(EngineEndedError, match=r"'a' has ended: .* announces 'b' now"):
+                directory.engine("a")
+            assert lost == [bootstrap.address]  # the next request looks the server up anew
+            directory.add("b", other.url, bootstrap.address)
+            assert [each.engine for each in directory.engine("b").registrations] == ["b"]
+            with pytest.raises(EngineEndedError, match="announces engine 'a'"):
+                directory.engine("a")
         directory.close()
+
+
+def test_a_link_that_has_ended_has_its_server_looked_up_anew():
+    lost: list[str] = []
+    with Directory(Settings(), lost=lost.append) as directory:
+        directory.add("a", "http://127.0.0.1:1", NOBODY)
+        for engine in ("a", "b"):
+            directory.lost(engine)
+        assert lost == [NOBODY]
 
 
 def test_released_endpoints_are_asked_of_the_registry_that_all_share_with_its_secret():

@@ -8,9 +8,10 @@ from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from kvferry.applications.up.servers import Server
-from kvferry.engines.sglang.directory import engine_name
+from kvferry.engines.sglang.directory import ask
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM
 from kvferry.errors import UsageError
+from kvferry.settings import bracketed
 
 MOST_CHOICES = 128
 """Of one request to SGLang: each is a request of its own to two servers."""
@@ -40,7 +41,11 @@ class Dialect(Protocol):
         ...
 
     def registered_name(self, prefill: Server) -> str:
-        """Returns the name under which a prefill server's ranks are at their registry."""
+        """Returns the name under which a prefill server's ranks are at their registry. May ask the server.
+
+        Raises:
+            RegistryError: if it does not say.
+        """
         ...
 
 
@@ -112,8 +117,8 @@ class SglangDialect:
         return {**of_prefill, "stream": False}, of_decode
 
     def registered_name(self, prefill: Server) -> str:
-        """Returns the name that the server gives itself, which must be on this machine."""
-        return engine_name(prefill.bootstrap_port)
+        """Returns the name that the server's bootstrap server announces: another one with every start."""
+        return ask(f"{bracketed(urlsplit(prefill.url).hostname or '')}:{prefill.bootstrap_port}").engine
 
 
 DIALECTS: dict[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}

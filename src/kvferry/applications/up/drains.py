@@ -61,13 +61,17 @@ class DrainWatch:
             log.warning("%s at %s %s", self._server.engine, self._server.url, what)
 
 
-async def registered(registry: Registry, engine: str) -> bool | None:
+async def registered(registry: Registry, name: Callable[[], str]) -> bool | None:
     """Asks a registry whether an engine drains; None if it knows no rank of it.
+
+    Args:
+        registry: is asked on another thread.
+        name: returns the engine's, there as well.
 
     Raises:
         RegistryError: if it does not answer.
     """
-    view = await asyncio.to_thread(registry.engine, engine)
+    view = await asyncio.to_thread(lambda: registry.engine(name()))
     return view.draining if view.registrations else None
 
 

@@ -95,7 +95,8 @@ class Front:
     def _drain_watches(self) -> Iterator[DrainWatch]:
         for server in self._servers():
             if server.registry is not None:
-                yield DrainWatch(server, partial(registered, server.registry, self._dialect.registered_name(server)))
+                name = partial(self._dialect.registered_name, server)
+                yield DrainWatch(server, partial(registered, server.registry, name))
             if server.ranks:
                 yield DrainWatch(server, partial(any_drains, self._client, server.ranks))
 

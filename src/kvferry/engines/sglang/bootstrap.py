@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.base.conn import BaseKVBootstrapServer
 from sglang.srt.disaggregation.common.conn import CommonKVBootstrapServer
 
 from kvferry import RegistryServer, Settings, create_registry, create_registry_client
-from kvferry.engines.sglang.directory import ROUTE, Announcement, engine_name
+from kvferry.engines.sglang.directory import ROUTE, Announcement, new_engine_name
 from kvferry.errors import SettingsError
 
 
@@ -28,7 +28,7 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
             SettingsError: if the registry cannot listen where the settings say.
         """
         self._settings = settings = Settings()
-        self._engine = engine_name(port)
+        self._engine = new_engine_name(port)
         self._registry = None if settings.registry_url is not None else _registry(settings, port)
         registry_port = self._registry.address[1] if self._registry else None
         self._routes = _Routes(host, port, Announcement(engine=self._engine, registry_port=registry_port))

@@ -39,6 +39,7 @@ def engine_version() -> str:
 
 
 _BASE = "sglang.srt.disaggregation.base.conn"
+_MANAGERS = "sglang.srt.managers"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PREFILL = "sglang.srt.disaggregation.prefill"
@@ -299,6 +300,11 @@ _RECEIVER: tuple[Line, ...] = (
     Signature(where(CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"),
     Mentions(where(CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
     Mentions(
+        f"{_DECODE}:DecodePreallocQueue._ensure_prefill_info",
+        ("_ensure_retry_interval", "_max_ensure_retries", "try_ensure_parallel_info"),
+        "requests wait for the look-up of their server for as long as we say",
+    ),
+    Mentions(
         f"{_DECODE}:SchedulerDisaggregationDecodeMixin._verify_kv_checksums",
         ("should_verify_kv_checksum", "cache_protected_len"),
         "SGLang's checksum begins behind the decode side's prefix",
@@ -421,8 +427,6 @@ LAYERS = (
     ),
 )
 """What KVFERRY_LAYER_RANGES builds on, checked where that is set."""
-
-_MANAGERS = "sglang.srt.managers"
 
 ENDING = Contract(
     "SGLang",

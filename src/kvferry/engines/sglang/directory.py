@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import re
+import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ import msgspec
 
 from kvferry import EngineView, Registry, Settings, create_registry_client
 from kvferry.answers import Answer, request
-from kvferry.errors import RegistryError, RegistryUnreachableError
+from kvferry.errors import EngineEndedError, RegistryError, RegistryUnreachableError
 
 if TYPE_CHECKING:
     from kvferry.control.registry import OnChange
@@ -52,9 +53,13 @@ class Announcement(msgspec.Struct, frozen=True):
 _ANNOUNCEMENT = msgspec.json.Decoder(Announcement)
 
 
-def engine_name(port: int) -> str:
-    """Returns the name of the prefill engine whose bootstrap server listens on a port of this machine."""
-    return f"sglang-{re.sub('[^A-Za-z0-9.-]', '-', platform.node())[:100]}:{port}"
+def new_engine_name(port: int) -> str:
+    """Returns a name for the prefill engine of a bootstrap server that starts on this machine, as no other start has.
+
+    Machines of one name are common, and so is the default port.
+    """
+    node = re.sub("[^A-Za-z0-9.-]", "-", platform.node()).lstrip("-.")[:80]
+    return f"sglang-{node}:{port}@{secrets.token_hex(4)}"
 
 
 def difference(address: str, pairs: Iterable[tuple[str, object, object]]) -> str | None:
@@ -80,6 +85,7 @@ def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answ
         timeout_s: the longest wait.
 
     Raises:
+        EngineEndedError: if nobody listens there.
         RegistryUnreachableError: if nothing answers, or what answers does not end.
     """
     url = f"http://{bootstrap_address}{path}"
@@ -87,9 +93,17 @@ def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answ
         with httpx.Client(timeout=timeout_s, trust_env=False) as client:
             return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=timeout_s)
     except httpx.HTTPError as error:
-        raise RegistryUnreachableError(
-            f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
-        ) from error
+        problem = f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
+        if _is_refused(error):
+            raise EngineEndedError(f"{problem}; its prefill server has ended, or is at another address") from error
+        raise RegistryUnreachableError(problem) from error
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Whether a machine has answered that nobody listens there."""
+    while error is not None and not isinstance(error, ConnectionRefusedError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def ask(bootstrap_address: str, timeout_s: float = _ANSWER_S) -> Announcement:
@@ -100,7 +114,7 @@ def ask(bootstrap_address: str, timeout_s: float = _ANSWER_S) -> Announcement:
         timeout_s: the longest wait.
 
     Raises:
-        RegistryUnreachableError: if nothing answers.
+        EngineEndedError, RegistryUnreachableError: as `get`.
         RegistryError: if the bootstrap server does not run kvferry.
     """
     answer = get(bootstrap_address, ROUTE, timeout_s)
@@ -140,25 +154,26 @@ class _Place:
 class Directory(Registry):
     """The registries of all prefill engines that requests have named, as one.
 
-    A prefill server that is started again may have its registry elsewhere. Where a registry cannot be reached, or does
-    not know the engine, its bootstrap server is asked once more before that counts.
+    A prefill server that is started again is another engine, behind the same bootstrap address. Where a registry cannot
+    be reached, or does not know the engine, its bootstrap server is asked whether it is the same before that counts.
     """
 
-    def __init__(self, settings: Settings, moved: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(self, settings: Settings, lost: Callable[[str], None] = lambda _: None) -> None:
         """Knows no engine yet.
 
         Args:
-            moved: called with a bootstrap server's address when what it announces has changed, on any thread.
+            lost: called, on any thread, with a bootstrap server's address where its engine was lost: it may have ended,
+                or another one announces itself there.
         """
         self._named = create_registry_client(settings)  # the one that the settings name
         self._settings = settings
-        self._moved = moved
+        self._lost = lost
         # Guards the places: the threads that look up prefill servers add, the endpoint's look up ranks.
         self._places_lock = threading.Lock()
         self._places: dict[str, _Place] = {}
 
     def add(self, engine: str, url: str, bootstrap_address: str) -> None:
-        """Remembers where an engine is registered.
+        """Remembers where an engine is registered, in the place of one that its bootstrap server announced before.
 
         Args:
             url: its registry's address.
@@ -168,9 +183,12 @@ class Directory(Registry):
             known = self._places.get(engine)
             is_known = known is not None and known.registry.url == url.rstrip("/")
             registry = known.registry if known and is_known else create_registry_client(self._settings, url)
+            earlier = [name for name, each in self._places.items() if each.bootstrap_address == bootstrap_address]
+            left = [self._places.pop(name) for name in {engine, *earlier} if name in self._places]
             self._places[engine] = _Place(registry, bootstrap_address)
-        if known is not None and not is_known:
-            known.registry.close()
+        for each in left:
+            if each.registry is not registry:
+                each.registry.close()
 
     @property
     def url(self) -> str:
@@ -186,17 +204,22 @@ class Directory(Registry):
         """Returns the live ranks of one engine, see `Registry.engine`."""
         place = self._place(name)
         if place is None:
-            raise RegistryUnreachableError(f"no request has named a bootstrap server of engine {name!r} yet")
+            raise EngineEndedError(f"no bootstrap server that requests have named announces engine {name!r}")
         try:
             view = place.registry.engine(name)
-        except RegistryError:
-            if not self._has_moved(name, place):
-                raise
-        else:
-            if view.registrations or not self._has_moved(name, place):
+            if view.registrations:
                 return view
-        moved = self._place(name) or place
-        return moved.registry.engine(name)
+        except RegistryError:
+            self._check_announced(name, place.bootstrap_address)
+            raise
+        self._check_announced(name, place.bootstrap_address)
+        return view
+
+    def lost(self, engine: str) -> None:
+        """Has the bootstrap server of an engine looked up anew, see `Registry.lost`."""
+        place = self._place(engine)
+        if place is not None:
+            self._lost(place.bootstrap_address)
 
     def register(self, registration: RankRegistration) -> float:
         """Registers a rank at the registry that the settings name, see `Registry.register`."""
@@ -251,17 +274,21 @@ class Directory(Registry):
         with self._places_lock:
             return self._places.get(engine)
 
-    def _has_moved(self, engine: str, place: _Place) -> bool:
-        """Asks the bootstrap server once more; returns whether the engine is registered elsewhere now."""
-        address = place.bootstrap_address
+    def _check_announced(self, engine: str, address: str) -> None:
+        """Asks a bootstrap server whether it is the engine's still, and nothing where it does not answer.
+
+        Raises:
+            EngineEndedError: if it has ended, or another start of it is there now.
+        """
         try:
-            announcement = ask(address, _ANSWER_AGAIN_S)
+            announced = ask(address, _ANSWER_AGAIN_S).engine
+        except EngineEndedError:
+            self._lost(address)
+            raise
         except RegistryError:
-            return False  # the server is gone, or not back yet
-        url = registry_url(address, announcement, self._settings)
-        is_elsewhere = announcement.engine == engine and url.rstrip("/") != place.registry.url
-        if is_elsewhere or announcement.engine != engine:
-            self._moved(address)
-        if is_elsewhere:
-            self.add(engine, url, address)
-        return is_elsewhere
+            return
+        if announced != engine:
+            self._lost(address)
+            raise EngineEndedError(
+                f"prefill engine {engine!r} has ended: the bootstrap server at {address} announces {announced!r} now"
+            )

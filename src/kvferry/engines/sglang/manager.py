@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -40,6 +39,7 @@ from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layer_steps import LayerSteps, layer_steps
 from kvferry.engines.sglang.layouts import describe
+from kvferry.engines.sglang.look_ups import LookUps
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.placement import placement_of
@@ -51,10 +51,6 @@ from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
-
-_FIRST_CONTACT_S = 0.1
-"""How long the scheduler waits for the first look-up of a prefill server; then it goes on, and tries again a second
-later."""
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -149,9 +145,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         layouts = [self._layout] if self._host_layout is None else [self._layout, self._host_layout]
         uncut = {each.name for layout in layouts for each in layout.components if each.entry is Entry.PAGE}
         self._uncut = sorted(uncut)
-        self._helper = ThreadPoolExecutor(4, "kvferry-sglang-look-up")
-        self._look_ups: dict[str, Future[PrefillServerInfo]] = {}
+        self.look_ups: LookUps[PrefillServerInfo] | None = None
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
+        self._connections: dict[tuple[str, int], Future[None]] = {}  # by engine and data-parallel rank
         self._receivers: dict[int, Receiver | JointReceiver] = {}
         self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
 
@@ -191,7 +187,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.device_events.close()
         for endpoint in self._endpoints:
             endpoint.close()
-        self._helper.shutdown(wait=False, cancel_futures=True)
+        if self.look_ups is not None:
+            self.look_ups.close()
         recomputing = getattr(self, "_prefill_recompute_executor", None)  # SGLang's, on a decode rank
         if recomputing is not None:
             recomputing.shutdown(wait=False, cancel_futures=True)
@@ -243,9 +240,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 fingerprint=self._fingerprint,
             )
             return
-        self._directory = Directory(self._settings, moved=self.forget_prefill)
+        self._directory = Directory(self._settings, lost=self.forget_prefill)
         self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
-        self._look_ups.clear()
+        self._connections.clear()
+        if self.look_ups is not None:
+            self.look_ups.close()
+        self.look_ups = LookUps(self._look_up, self.prefill_info_table)
         here = self.place.coordinates
         if self.is_hisparse:
             assert self._host_layout is not None
@@ -280,22 +280,28 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server was looked up; if not, that is done in the background."""
-        if bootstrap_addr in self.prefill_info_table:
-            return True
-        look_up = self._look_ups.get(bootstrap_addr)
-        if look_up is None:
-            look_up = self._look_ups[bootstrap_addr] = self._helper.submit(self._look_up, bootstrap_addr)
-        try:
-            info = look_up.result(_FIRST_CONTACT_S)
-        except FutureTimeoutError:
-            return False
-        except Exception as error:  # whatever a server answers, the scheduler goes on
-            log.error("the prefill server at %s cannot be used: %s", bootstrap_addr, error)
-            del self._look_ups[bootstrap_addr]
-            return False
-        del self._look_ups[bootstrap_addr]
-        self.prefill_info_table[bootstrap_addr] = info
-        return True
+        return self.look_ups is not None and self.look_ups.is_found(bootstrap_addr)
+
+    def why_not_found(self, bootstrap_address: str, since: float, now: float) -> str | None:
+        """Returns why a request that has waited since then for a look-up should wait no longer; None if it should."""
+        problem = self.look_ups.problem(bootstrap_address, since) if self.look_ups is not None else None
+        longest_s = self._settings.bootstrap_timeout_s
+        if now - since < (longest_s if problem is None else problem.wait_s(longest_s)):
+            return None
+        reason = problem.error if problem is not None else "it has not answered yet"
+        return f"the prefill server at {bootstrap_address} was not found within {now - since:.1f} s: {reason}"
+
+    def connection(self, engine: str, dp_rank: int) -> Future[None]:
+        """Returns what has a result once the ranks of a prefill engine are connected, and an error if they cannot be.
+
+        Raises:
+            KVFerryError: as `DecodeEndpoint.connecting`.
+        """
+        key = engine, dp_rank
+        known = self._connections.get(key)
+        if known is None or (known.done() and known.exception() is not None):
+            known = self._connections[key] = self.decode.connecting(engine, prefill_dp_rank=dp_rank)
+        return known
 
     def engine_at(self, bootstrap_address: str) -> str:
         """Returns the name of the prefill engine behind a bootstrap server.
@@ -323,6 +329,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     def forget_prefill(self, bootstrap_address: str) -> None:
         """Makes the next request look a prefill server up again: another one may have come in its place."""
         self.prefill_info_table.pop(bootstrap_address, None)
+        server = self._servers.get(bootstrap_address)
+        for key in list(self._connections):
+            if server is not None and key[0] == server.engine:
+                self._connections.pop(key, None)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
         """Whether SGLang's own checksum of a request is of the bytes that this rank has.

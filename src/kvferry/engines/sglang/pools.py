@@ -26,6 +26,7 @@ from kvferry.engines.sglang.companions import (
     tails_of,
 )
 from kvferry.engines.sglang.heads import total_of
+from kvferry.engines.sglang.look_ups import take_over
 from kvferry.engines.sglang.minimax import (
     DENSE,
     INDEX,
@@ -109,7 +110,10 @@ def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, *
     """
     token, draft = _window.set(queue.scheduler.sliding_window_size), _draft_runner.set(_runner_of(queue.scheduler))
     try:
-        return original(queue, *arguments, **named)
+        manager = original(queue, *arguments, **named)
+        if getattr(manager, "look_ups", None) is not None:  # one of ours, that receives
+            take_over(queue)
+        return manager
     finally:
         _window.reset(token)
         _draft_runner.reset(draft)

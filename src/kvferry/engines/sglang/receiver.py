@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import Future
 from typing import Any
 
 from numpy.typing import NDArray
@@ -17,7 +19,7 @@ from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import POLLS, give_up, is_paged, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
-from kvferry.errors import EngineContractError, KVFerryError, UsageError
+from kvferry.errors import EngineContractError, EngineEndedError, KVFerryError, UsageError
 
 
 @completed
@@ -28,13 +30,15 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     conclude_state: int | None
 
     def __init__(self, mgr: KVFerryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
-        """Remembers the request."""
+        """Remembers the request, and begins to look its prefill server up."""
         super().__init__(mgr, bootstrap_addr, bootstrap_room)
         self._transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
         self._has_refused = False
+        self._connection: Future[None] | None = None  # once its server was looked up
+        self._made_at = time.monotonic()
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
         self._prompt = Prompt(0, {})
         self._problem: KVFerryError | None = None  # said once the prefill side can be told of it
@@ -42,6 +46,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._prompt = current(CREATE_RECEIVER)
         except KVFerryError as error:
             self._problem = error
+        mgr.try_ensure_parallel_info(bootstrap_addr)
 
     @property
     def supports_host_destination(self) -> bool:
@@ -49,7 +54,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         return self.kv_mgr.supports_host_destination
 
     def init(self, prefill_dp_rank: int) -> None:
-        """Takes the prefill engine's name from the look-up of its server."""
+        """Takes the prefill engine's name from the look-up of its server, and connects to it.
+
+        Until that is done SGLang gives the request no pages: no other request waits for them behind a server that is
+        not there.
+        """
         if self.conclude_state == KVPoll.Failed:
             return
         self.prefill_dp_rank = prefill_dp_rank
@@ -61,7 +70,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._refuse(str(error))
             self._fail(str(error))
             return
-        self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+        self._look()
 
     def send_metadata(
         self,
@@ -169,6 +178,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer. On success the first token is in SGLang's metadata buffers."""
+        if self.conclude_state is None and self._transfer is None:
+            self._look()
         if self.conclude_state is not None:
             return int(self.conclude_state)
         transfer, room = self._transfer, self.bootstrap_room
@@ -181,6 +192,31 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         if status in (KVPoll.Success, KVPoll.Failed):
             self.conclude_state = status
         return int(status)
+
+    def _look(self) -> None:
+        """Looks how far the prefill server is that the request has no pages for yet."""
+        if not self._engine:
+            now = time.monotonic()
+            if (reason := self.kv_mgr.why_not_found(self.bootstrap_addr, self._made_at, now)) is not None:
+                self._fail(reason)
+            return
+        if self._connection is None:
+            if self.kv_mgr.is_released:
+                return
+            try:
+                self._connection = self.kv_mgr.connection(self._engine, self.prefill_dp_rank)
+            except KVFerryError as problem:  # such as a name that no engine can have: anybody may announce one
+                self._fail(f"the prefill server at {self.bootstrap_addr}: {problem}")
+                return
+        if not self._connection.done():
+            return
+        error = self._connection.exception()
+        if error is None:
+            self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
+            return
+        if not isinstance(error, EngineEndedError):  # else nobody is there to be told
+            self._refuse(str(error))
+        self._fail(f"the prefill server at {self.bootstrap_addr}: {error}")
 
     def fail(self, reason: str) -> None:
         """Fails the request on both sides. May be called from any thread: whoever polls it meanwhile has the reason."""
@@ -236,8 +272,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
         if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
             return int(KVPoll.Transferring)  # SGLang would take the pages back at once
-        self.kv_mgr.forget_prefill(self.bootstrap_addr)
-        self._fail(str(transfer.error))
+        self._fail(f"the prefill server at {self.bootstrap_addr}: {transfer.error}")
         return int(KVPoll.Failed)
 
     def _refuse(self, reason: str) -> None:

@@ -1,0 +1,131 @@
+"""Prefill servers that requests have named, looked up in the background.
+
+Requests may name any address. A decode rank's scheduler begins a look-up, never waits for one, and asks what has become
+of it with its next turn; meanwhile the request has no pages.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from kvferry.errors import EngineEndedError, RegistryUnreachableError
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
+
+T = TypeVar("T")
+
+AGAIN_S = 1.0
+"""How long after a look-up that failed the next one begins."""
+
+SILENT_S = 15.0
+"""How long a request waits for a server that does not answer: as long as SGLang's own looks."""
+
+_THREADS = 4
+_THREADS_FOR_STRANGERS = 32
+"""For addresses that never answered: however many do not, servers that did are looked up beside them."""
+
+_MOST_PROBLEMS = 1024
+
+
+def take_over(queue: Any) -> None:
+    """Has SGLang ask us with every turn what was found: when to look, and how long requests wait, is ours to say.
+
+    Args:
+        queue: a DecodePreallocQueue, which else asks once a second, and gives up after 15 times without a reason.
+    """
+    queue._ensure_retry_interval = 0.0
+    queue._max_ensure_retries = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a look-up has failed.
+
+    Attributes:
+        error: what it has met.
+        at: when.
+    """
+
+    error: Exception
+    at: float
+
+    def wait_s(self, longest_s: float) -> float:
+        """Returns how long a request waits for the server all the same.
+
+        Args:
+            longest_s: where the server is there, and not ready.
+        """
+        if isinstance(self.error, EngineEndedError):
+            return 0.0
+        return min(SILENT_S, longest_s) if isinstance(self.error, RegistryUnreachableError) else longest_s
+
+
+class LookUps(Generic[T]):
+    """Looks servers up by address, for a scheduler's thread."""
+
+    def __init__(self, look_up: Callable[[str], T], found: MutableMapping[str, T]) -> None:
+        """Has looked nothing up yet.
+
+        Args:
+            look_up: looks one server up. Blocks; called on threads of ours.
+            found: gets what it returns, by address.
+        """
+        self._look_up = look_up
+        self._found = found
+        self._have_answered: set[str] = set()
+        # Guards what follows: the scheduler begins look-ups, which end on threads of ours.
+        self._lock = threading.Lock()
+        self._under_way: set[str] = set()
+        self._problems: OrderedDict[str, Problem] = OrderedDict()
+        self._pool = ThreadPoolExecutor(_THREADS, "kvferry-sglang-look-up")
+        self._strangers = ThreadPoolExecutor(_THREADS_FOR_STRANGERS, "kvferry-sglang-look-up-new")
+
+    def is_found(self, address: str) -> bool:
+        """Whether a server was looked up; if not, that begins unless it is under way or has just failed."""
+        if address in self._found:
+            return True
+        with self._lock:
+            problem = self._problems.get(address)
+            has_just_failed = problem is not None and time.monotonic() < problem.at + AGAIN_S
+            if has_just_failed or address in self._under_way:
+                return False
+            self._under_way.add(address)
+        pool = self._pool if address in self._have_answered else self._strangers
+        pool.submit(self._run, address)
+        return False
+
+    def problem(self, address: str, since: float) -> Problem | None:
+        """Returns why the last look-up failed, if one has since then."""
+        problem = self._problems.get(address)
+        return problem if problem is not None and problem.at >= since else None
+
+    def close(self) -> None:
+        """Begins no look-up any more. Those under way are not waited for: they may be asking who does not answer."""
+        for pool in (self._pool, self._strangers):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self, address: str) -> None:
+        found, problem = None, None
+        try:
+            found = self._look_up(address)
+        except Exception as error:  # whatever a server answers, the scheduler goes on
+            log.error("the prefill server at %s cannot be used: %s", address, error)
+            problem = Problem(error, time.monotonic())
+        with self._lock:
+            self._under_way.discard(address)
+            self._problems.pop(address, None)
+            if found is not None:
+                self._found[address] = found
+                self._have_answered.add(address)
+            elif problem is not None:
+                self._problems[address] = problem
+                while len(self._problems) > _MOST_PROBLEMS:
+                    self._problems.popitem(last=False)

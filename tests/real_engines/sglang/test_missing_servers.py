@@ -1,0 +1,117 @@
+"""Prefill servers that have ended, that do not answer, or that look alike: what a decode rank's scheduler sees of them.
+
+Ranks as in `test_ranks`.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from sglang.srt.disaggregation.base.conn import KVPoll
+from tests.real_engines.sglang.crossings import Members, Request
+from tests.real_engines.sglang.ranks import PREFILL, Model, Rank
+from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
+from tests.support.waiting import eventually
+
+from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.engines.sglang.receiver import KVFerryReceiver
+
+pytestmark = pytest.mark.timeout(60)
+
+__all__ = ["pair"]  # a fixture
+
+
+class Scheduler:
+    """What SGLang's decode scheduler does for a request until it gives it pages."""
+
+    def __init__(self, members: Members) -> None:
+        self._members = members
+        (self._manager,) = members.decode.managers
+
+    def add(self, room: int) -> KVFerryReceiver:
+        receiver = self._members.waiting_receiver(self._manager, room)
+        if self._manager.prefill_info_table.get(self._members.address) is not None:
+            receiver.init(0)
+            receiver.is_inited = True
+        return receiver
+
+    def poll(self, receiver: KVFerryReceiver) -> int:
+        if not hasattr(receiver, "is_inited") and self._manager.try_ensure_parallel_info(self._members.address):
+            receiver.init(0)
+            receiver.is_inited = True
+        return receiver.poll()
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """An address that takes connections, and never says a word."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(64)
+        yield f"127.0.0.1:{listening.getsockname()[1]}"
+
+
+# ---- servers that have ended -----------------------------------------------------------------------------------------
+
+
+def test_a_request_for_a_server_that_ended_while_idle_gets_no_pages_and_fails_at_once(pair: Pair):
+    """It had pages for 300 s before, and requests of other servers waited behind it."""
+    pair.begin(Model())
+    Request(pair, 1).run()
+    pair.end_prefill()
+    (manager,), scheduler = pair.decode.managers, Scheduler(pair)
+    eventually("the look-up is forgotten", lambda: not manager.prefill_info_table)
+    receiver = scheduler.add(2)
+    seen: set[int] = set()
+
+    def polled() -> list[int]:
+        seen.add(scheduler.poll(receiver))
+        return [receiver.poll()]
+
+    assert_fails(polled, [receiver], f"bootstrap server at {pair.address} cannot be reached: .*refused")
+    assert seen <= {KVPoll.Bootstrapping, KVPoll.Failed}
+
+
+# ---- servers that do not answer --------------------------------------------------------------------------------------
+
+
+def test_the_scheduler_waits_for_no_server(pair: Pair, silent: str, monkeypatch: pytest.MonkeyPatch):
+    """0.1 s at every look for every address before, and anybody may name any."""
+    pair.begin(Model())
+    (manager,), scheduler = pair.decode.managers, threading.get_ident()
+    waits = threading.Condition.wait
+
+    def waiting(condition: Any, timeout: float | None = None) -> bool:
+        assert not timeout or threading.get_ident() != scheduler, f"the scheduler waits for up to {timeout:g} s"
+        return waits(condition, timeout)
+
+    with monkeypatch.context() as watched:
+        watched.setattr(threading.Condition, "wait", waiting)
+        for _ in range(3):
+            assert not manager.try_ensure_parallel_info(silent)
+    Request(pair, 1).run()
+
+
+# ---- servers that look alike -----------------------------------------------------------------------------------------
+
+
+def test_two_hosts_of_one_name_and_port_are_two_engines(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Every request of the second was for the first one's ranks."""
+    pair.begin(Model())
+    monkeypatch.setenv("KVFERRY_REGISTRY_HOST", "127.0.0.2")
+    bootstrap = KVFerryBootstrapServer("127.0.0.2", pair.port)
+    other = Members(monkeypatch, pair.port, pair.model, host="127.0.0.2")
+    try:
+        other.start(PREFILL, Rank(pair.model, tp=1, tp_rank=0))
+        other.decode = pair.decode
+        Request(pair, 1).run()
+        Request(other, 2).run()
+        Request(pair, 3).run()
+    finally:
+        other.close()
+        bootstrap.close()
