@@ -115,3 +115,26 @@ def test_two_hosts_of_one_name_and_port_are_two_engines(pair: Pair, monkeypatch:
     finally:
         other.close()
         bootstrap.close()
+
+
+# ---- requests of one number ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode", "both"])
+def test_a_second_request_of_a_number_fails_alone(pair: Pair, side: str):
+    """Both died, and so did the next of that number."""
+    pair.begin(Model())
+    first = Request(pair, 1)
+    (prefill,), (decode,) = pair.prefill.managers, pair.decode.managers
+    if side != "decode":
+        sender = pair.sender(prefill, 1)
+        assert_fails(lambda: [sender.poll()], [sender], "room 1 .*another request")
+        sender.clear()
+    if side != "prefill":
+        receiver = pair.receiver(decode, 1)
+        receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+        assert_fails(lambda: [receiver.poll()], [receiver], "room 1 .*another request")
+        receiver.abort()
+        receiver.clear()
+    first.run()
+    Request(pair, 1).run()

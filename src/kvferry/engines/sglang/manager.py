@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import ModelConfig
@@ -148,6 +150,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.look_ups: LookUps[PrefillServerInfo] | None = None
         self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
         self._connections: dict[tuple[str, int], Future[None]] = {}  # by engine and data-parallel rank
+        self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()  # senders or receivers, by room
+        self._private = itertools.count(-2, -1)  # numbers that no room has
         self._receivers: dict[int, Receiver | JointReceiver] = {}
         self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
 
@@ -378,6 +382,23 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
         )
         return difference(address, pairs)
+
+    # ---- requests, by the numbers of their rooms --------------------------------------------------------------------
+
+    def number_of(self, room: int, request: Any) -> int:
+        """Returns the number that SGLang's tables have a new sender or receiver under.
+
+        That is its room's, unless another request has it: then one of its own, so that it can fail alone.
+        """
+        if self._requests.setdefault(room, request) is not request:
+            return next(self._private)
+        self.request_status.pop(room, None)  # of a request that SGLang dropped
+        return room
+
+    def forget_request(self, room: int, request: Any) -> None:
+        """Frees a room's number, once SGLang is done with the request."""
+        if self._requests.get(room) is request:
+            del self._requests[room]
 
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
-from kvferry.engines.sglang.transfers import POLLS, give_up, is_paged, page_numbers, state_pages, whole_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, in_use, is_paged, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, EngineEndedError, KVFerryError, UsageError
 
@@ -31,12 +31,14 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def __init__(self, mgr: KVFerryManager, bootstrap_addr: str, bootstrap_room: int | None = None) -> None:
         """Remembers the request, and begins to look its prefill server up."""
-        super().__init__(mgr, bootstrap_addr, bootstrap_room)
+        self._room = bootstrap_room
+        number = None if bootstrap_room is None else mgr.number_of(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, number)
         self._transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
-        self._has_refused = False
+        self._has_refused = number != bootstrap_room  # the prefill server's is the other request's
         self._connection: Future[None] | None = None  # once its server was looked up
         self._made_at = time.monotonic()
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
@@ -46,7 +48,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._prompt = current(CREATE_RECEIVER)
         except KVFerryError as error:
             self._problem = error
-        mgr.try_ensure_parallel_info(bootstrap_addr)
+        if number != bootstrap_room:
+            self._fail(in_use(bootstrap_room))
+        else:
+            mgr.try_ensure_parallel_info(bootstrap_addr)
 
     @property
     def supports_host_destination(self) -> bool:
@@ -235,6 +240,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with. From then on the room's number may be another request's."""
         super().clear()
+        if self._room is not None:
+            self.kv_mgr.forget_request(self._room, self)
         give_up(self._transfer, "SGLang is through with the request")
         self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)

@@ -21,7 +21,7 @@ from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
-from kvferry.engines.sglang.transfers import POLLS, give_up, page_numbers, state_pages, whole_pages
+from kvferry.engines.sglang.transfers import POLLS, give_up, in_use, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
 
@@ -78,7 +78,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         req_has_disagg_prefill_dp_rank: bool = False,
     ) -> None:
         """Opens the room, unless the caches have no memory for now."""
-        super().__init__(mgr, bootstrap_addr, bootstrap_room, req_has_disagg_prefill_dp_rank)
+        self._room = bootstrap_room
+        number = mgr.number_of(bootstrap_room, self)
+        super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
         self._transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
         # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
@@ -90,6 +92,10 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._token_part: int | None = None
         self.num_kv_indices = 0
         self._depends_on: Mapping[str, bytes] = {}
+        if number != bootstrap_room:
+            self._opens_later = False
+            self._fail(in_use(bootstrap_room))  # and nobody is told: the number is the other request's
+            return
         self._opens_later = mgr.is_released  # with the first poll after SGLang has the memory of its caches back
         try:
             prompt = current(CREATE_SENDER)
@@ -308,6 +314,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with."""
         super().clear()
+        self.kv_mgr.forget_request(self._room, self)
         self._give_up("SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:

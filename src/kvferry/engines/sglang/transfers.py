@@ -165,6 +165,11 @@ def is_paged(kind: StateType) -> bool:
     return kind.value in _WITH_KEYS
 
 
+def in_use(room: int | None) -> str:
+    """Says why a request fails whose number another one has."""
+    return f"room {room} is in use here by another request: a gateway must give each request a number of its own"
+
+
 def give_up(transfer: Sender | Receiver | JointReceiver | None, reason: str) -> None:
     """Aborts a transfer that was begun and has not ended."""
     if transfer is not None and not transfer.state.is_final:
