@@ -900,6 +900,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
+        "SGLang's weights are whole while they are replaced piece by piece",
+        "engines/sglang/weights.py",
+        "self.are_unknown(_HALF_WAY)",
+        "pass",
+        "tests/unit/engines/test_sglang_weights.py",
+    ),
+    PlantedFault(
         "SGLang's heads count without its pool",
         "engines/sglang/pools.py",
         "return claimed if held == claimed // part.count else None",

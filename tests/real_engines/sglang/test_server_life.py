@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,6 +137,35 @@ def test_memory_does_not_go_while_something_may_still_use_it(
         words = f"7 pages of SGLang's caches may still be {done}"
         with pytest.raises(TransferError, match=f"{words}.*KVFERRY_CLOSE_TIMEOUT_S.*must not be given away"):
             manager.deregister_buffer_to_engine()
+
+
+# ---- weights that are replaced ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_weights_that_are_replaced_meet_no_others_and_end_what_is_open(pair: Pair, side: str):
+    pair.begin(Model())
+    Request(pair, 1).run()
+    (one,), (other,) = (each.managers for each in (pair.prefill, pair.decode)[:: 1 if side == "prefill" else -1])
+    request = Request(pair, 2)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    one.weights.came("7")
+    one.renew_weights()
+    assert_fails(request.received, request.receivers, f"the {side} server's weights were replaced while it ran")
+    assert_fails(request.sent, request.senders, f"the {side} server's weights were replaced while it ran")
+    request.clear()
+    request = Request(pair, 3)
+    assert_fails(request.received, request.receivers, "weights is .*'weight_version 7'")
+    assert_fails(request.sent, request.senders, "weights is .*'weight_version 7'")
+    request.clear()
+    other.weights.came("7")
+    other.renew_weights()
+    Request(pair, 4).run()
+    pair.decode.ranks.clear()
+    pair.decode.managers.clear()
+    pair.start(DECODE, Rank(replace(pair.model, weights="weight_version 7"), tp=1, tp_rank=0))
+    Request(pair, 5).run()
 
 
 # ---- requests that the decode side retracted, and that the prefill side computes again ------------------------------

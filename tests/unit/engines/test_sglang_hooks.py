@@ -28,6 +28,10 @@ from kvferry.engines.sglang.names import (
     PREFILL_MANAGER,
     STATE_ARGS,
     TRANSFER_QUEUE,
+    UPDATE_BEGINS,
+    UPDATE_ENDS,
+    UPDATES,
+    WEIGHTS_NAMED,
 )
 from kvferry.engines.sglang.plugin import register
 from kvferry.errors import EngineContractError
@@ -35,7 +39,8 @@ from kvferry.errors import EngineContractError
 log = logging.getLogger("sglang")
 
 MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
-ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP]
+WEIGHTS = [*UPDATES, UPDATE_BEGINS, UPDATE_ENDS, WEIGHTS_NAMED]
+ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP, *WEIGHTS]
 
 
 class HookType(Enum):
@@ -83,6 +88,8 @@ class FakeSGLang:
         prefill = self._module("sglang.srt.disaggregation.prefill")
         prefill.PrefillBootstrapQueue = self._making_queue_class()
         prefill.SchedulerDisaggregationPrefillMixin = self._mixin_class()
+        for target in WEIGHTS:
+            self._add_method(target)
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")
         module.HookRegistry, module.HookType = self.registry, HookType
@@ -105,6 +112,13 @@ class FakeSGLang:
         self._made.add(name)
         self._patch.setitem(sys.modules, name, module)
         return module
+
+    def _add_method(self, target: str) -> None:
+        module, owner, name = target.rsplit(".", 2)
+        holder = sys.modules[module] if module in self._made else self._module(module)
+        if not hasattr(holder, owner):
+            setattr(holder, owner, type(owner, (), {}))
+        setattr(getattr(holder, owner), name, lambda self, recv_req: None)
 
     @staticmethod
     def _queue_class() -> type:
@@ -158,7 +172,7 @@ class FakeSGLang:
                 if target in cls.refused:
                     raise AttributeError(target)
                 module, _, name = target.rpartition(".")
-                if module.endswith(("Queue", "Mixin")):
+                if module.endswith(("Queue", "Mixin", "Manager", ".Scheduler")):
                     module, _, owner = module.rpartition(".")
                     holder = getattr(sys.modules[module], owner)
                 else:

@@ -40,6 +40,7 @@ def engine_version() -> str:
 
 _BASE = "sglang.srt.disaggregation.base.conn"
 _MANAGERS = "sglang.srt.managers"
+_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PREFILL = "sglang.srt.disaggregation.prefill"
@@ -359,6 +360,19 @@ _REQUEST: tuple[Line, ...] = (
         "sglang.srt.managers.schedule_batch:MultimodalDataItem",
         ("modality", "hash", "offsets"),
         "images and the like are told apart by them",
+    ),
+    *(
+        Signature(f"{_UPDATER}.{name}", "self, recv_req", "our hook on it tells peers that weights are replaced")
+        for name in (
+            *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
+            *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
+        )
+    ),
+    Fields(_UPDATER, ("scheduler", "_session"), "our hooks find the manager, and whether an update is whole, by them"),
+    Signature(
+        f"{_MANAGERS}.scheduler:Scheduler.handle_update_weight_version",
+        "self, recv_req",
+        "our hook on it hears what weights are called",
     ),
     Fields("sglang.srt.lora.lora_registry:LoRARef", ("lora_name", "lora_path"), "adapters are told apart by them"),
 )

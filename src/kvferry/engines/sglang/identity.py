@@ -33,7 +33,7 @@ def cache_identity(
     cache_dtype = args.kv_cache_dtype_str
     return CacheIdentity(
         engine=f"SGLang {version}",
-        weights=_weights(given.model_path, given.revision, given.load_format, model.hf_config),
+        weights=weights_of(given.model_path, given.revision, given.load_format, model.hf_config),
         architecture=", ".join(model.hf_config.architectures or ()) or NONE,
         cache_dtype=f"{model.dtype}".removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         scales=_scales(cache_dtype, given.quantization_param_path),
@@ -46,7 +46,8 @@ def cache_identity(
     )
 
 
-def _weights(path: str, revision: str | None, load_format: str, config: Any) -> str:
+def weights_of(path: str, revision: str | None, load_format: str, config: Any) -> str:
+    """Identifies the weights in a model's directory, or of a model's name."""
     if load_format == "dummy":
         return f"none: --load-format dummy, for {path}"
     directory = Path(path)

@@ -49,6 +49,7 @@ from kvferry.engines.sglang.pools import caches_of, draft_modules
 from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
+from kvferry.engines.sglang.weights import Weights
 from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
 from kvferry.loggers import logger_of
 
@@ -64,6 +65,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
+        weights: what the rank says of them by now.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
         groups: what it caches is in pages, or slots, of these groups.
@@ -120,6 +122,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         totals = totals_by_layer(loaded_modules(apart_from=draft_modules(args))) if is_divided else {}
         caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
         self._fingerprint = _identity(args, model).fingerprint()
+        self.weights = Weights(self._fingerprint["weights"])
         self.rings = rings_of(args.kvferry_pools.target)
         self.is_hisparse = is_hisparse(args.kvferry_pools)
         if self.is_hisparse and self.place.token_parts > 1:
@@ -174,6 +177,20 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.is_released = True
         self._close_endpoints()
         self._receivers.clear()
+
+    def renew_weights(self) -> None:
+        """Says to peers what the weights are by now, where they are others. What is on its way fails on both sides.
+
+        Raises:
+            KVFerryError: as `Endpoint.renew`.
+        """
+        said = self.weights.said
+        if said == self._fingerprint["weights"]:
+            return
+        self._fingerprint = {**self._fingerprint, "weights": said}
+        for endpoint in () if self.is_released else self._endpoints:
+            side = "prefill" if endpoint is self._prefill else "decode"
+            endpoint.renew(self._fingerprint, f"the {side} server's weights were replaced while it ran")
 
     def teardown(self) -> None:
         """Ends what the manager has, before SGLang makes one for the server's other role.

@@ -17,6 +17,12 @@ BEFORE_STEP = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.ma
 TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
 SCHEDULER_ENDS = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
 
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+UPDATES = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
+UPDATE_BEGINS = f"{_UPDATER}.begin_weight_update"
+UPDATE_ENDS = f"{_UPDATER}.end_weight_update"
+WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
+
 MOVE_GATE = f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate"
 UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfer_backends"
 

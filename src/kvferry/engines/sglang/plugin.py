@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import hooks, layer_steps, pools, termination
+from kvferry.engines.sglang import hooks, layer_steps, pools, termination, weights
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
@@ -31,6 +31,10 @@ from kvferry.engines.sglang.names import (
     TERMINATED,
     TRANSFER_QUEUE,
     UNIFIED_BACKENDS,
+    UPDATE_BEGINS,
+    UPDATE_ENDS,
+    UPDATES,
+    WEIGHTS_NAMED,
 )
 from kvferry.engines.sglang.settings import PluginSettings
 from kvferry.engines.sglang.unified import may_move
@@ -122,6 +126,13 @@ def _register() -> None:
         if get_disagg().disaggregation_transfer_backend in ours:
             termination.close_endpoints(scheduler)
 
+    # Without these, caches of weights that were replaced would be taken for those of the ones before.
+    updates = (
+        *(Hook(update, weights.around_update, "AROUND") for update in UPDATES),
+        Hook(UPDATE_BEGINS, weights.around_begin, "AROUND"),
+        Hook(UPDATE_ENDS, weights.around_end, "AROUND"),
+        Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER"),
+    )
     # Without these a server that ends is merely noticed later.
     ends = (Hook(TERMINATED, announce_end, "AFTER"), Hook(SCHEDULER_ENDS, close_endpoints, "AFTER"))
     # Where SGLang has not what it is on, layers leave with their step, and KVFERRY_LAYER_RANGES is refused.
@@ -138,6 +149,7 @@ def _register() -> None:
         Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
+        *updates,
         *((steps,) if steps.has_target else ()),
         *(unified if all(hook.has_target for hook in unified) else ()),
         *(hook for hook in ends if hook.has_target),

@@ -9,6 +9,7 @@ of it. And when a rank's scheduler ends, its endpoints are closed, so that their
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 from kvferry.loggers import logger_of
@@ -37,12 +38,18 @@ def _tell(drain: Any) -> None:
         log.warning("nobody was told that this server is about to end: %s", error)
 
 
-def close_endpoints(scheduler: Any) -> None:
-    """Closes what a scheduler that ends has of ours, and lets SGLang go on whatever comes of it."""
+def managers_of(scheduler: Any) -> Iterator[Any]:
+    """Yields the managers that a scheduler has, of whatever backend."""
     for name in _QUEUES:
         manager = getattr(getattr(scheduler, name, None), "kv_manager", None)
+        if manager is not None:
+            yield manager
+
+
+def close_endpoints(scheduler: Any) -> None:
+    """Closes what a scheduler that ends has of ours, and lets SGLang go on whatever comes of it."""
+    for manager in managers_of(scheduler):
         try:
-            if manager is not None:
-                manager.close()
+            manager.close()
         except Exception:
             log.exception("an endpoint was not closed in order")

@@ -1,0 +1,145 @@
+"""Real engines whose weights are replaced while they run, whose peers die while idle, and whose gateways err."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from examples.tiny_model import write
+from safetensors.torch import load_file, save_file
+from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightVersionReqInput
+from tests.real_engines.prompts import prompts
+from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+
+from kvferry.applications.up.supervision import free_ports
+
+pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+
+POOL = 4096
+"""Tokens in an engine's pool."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def newer(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model after some training."""
+    directory = write("llama", tmp_path_factory.mktemp("newer"))
+    torch.manual_seed(7)
+    tensors = load_file(model / "model.safetensors")
+    trained = {name: tensor + 0.1 * torch.randn_like(tensor) for name, tensor in tensors.items()}
+    save_file(trained, directory / "model.safetensors", {"format": "pt"})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def undivided(model: Path) -> Iterator[EngineProcess]:
+    engine = EngineProcess(Shape(model))
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    both = Pair(model, tmp_path_factory.mktemp("tampering"))
+    undivided.started()
+    yield both.started()
+    both.close()
+
+
+def update(engine: EngineProcess, path: Path, version: str | None = None) -> None:
+    request = UpdateWeightFromDiskReqInput(model_path=str(path), weight_version=version)
+    success, message, _ = engine.ask("update_weights_from_disk", request)
+    assert success, message
+
+
+def test_a_second_request_of_a_number_fails_alone(pair: Pair, undivided: EngineProcess):
+    """Both died before, and so did the number's next."""
+    first, second, third = prompts(1, 3, shortest=100, longest=300)
+    room = next(ROOMS)
+    for engine in (pair.prefill, pair.decode):
+        engine.submit([first, second], TOKENS, rooms=[room, room], port=pair.port)
+    for answers in (pair.prefill.outputs(), pair.decode.outputs()):
+        assert answers[0].error is None
+        assert f"room {room} is in use here by another request" in (answers[1].error or "")
+    # On the decode side alone, as an attacker or a gateway's retry has it.
+    room = next(ROOMS)
+    pair.prefill.submit([first], TOKENS, rooms=[room], port=pair.port)
+    pair.decode.submit([first, second], TOKENS, rooms=[room, room], port=pair.port)
+    pair.prefill.outputs()
+    answers = pair.decode.outputs()
+    assert_equal(answers[:1], undivided.generate([first], TOKENS))
+    assert "another request" in (answers[1].error or "")
+    for engine in (pair.prefill, pair.decode):
+        engine.submit([third], TOKENS, rooms=[room], port=pair.port)
+    pair.prefill.outputs()
+    assert_equal(pair.decode.outputs(), undivided.generate([third], TOKENS))
+
+
+def test_weights_that_are_replaced_in_place_never_meet_others(
+    pair: Pair, undivided: EngineProcess, model: Path, newer: Path
+):
+    """4 of 4 answers were wrong, without a word; a server that started with the new weights was refused."""
+    given = prompts(2, 4, shortest=100, longest=300)
+    old = undivided.generate(given, TOKENS)
+    assert_equal(pair.run(given), old)
+    update(pair.prefill, newer)
+    for answer in pair.run(given):
+        assert "weights is " in (answer.error or ""), (
+            f"{answer} is of the prefill server's new weights, or its old ones"
+        )
+    update(undivided, newer)
+    new = undivided.generate(given, TOKENS)
+    assert all(one != other for one, other in zip(old, new, strict=True)), "the weights change nothing"
+    started = pair.begin_decode(model=newer).started()
+    try:
+        rooms = [next(ROOMS) for _ in given]
+        for engine in (pair.prefill, started):
+            engine.submit(given, TOKENS, rooms=rooms, port=pair.port)
+        pair.prefill.outputs()
+        assert_equal(started.outputs(), new)
+    finally:
+        started.close()
+    update(pair.decode, newer)
+    assert_equal(pair.run(given), new)  # of which the decode side had cached the first with its old weights
+    # A name is nothing beside files; and decode may be the first to go back.
+    pair.decode.ask("update_weight_version", UpdateWeightVersionReqInput(new_version="7"))
+    assert_equal(pair.run(given), new)
+    update(pair.decode, model, "8")
+    for answer in pair.run(given):
+        assert "weights is " in (answer.error or "")
+    update(pair.prefill, model)
+    assert_equal(pair.run(given), old)
+    update(undivided, model)
+
+
+def test_a_server_that_died_while_idle_holds_nobody_up(pair: Pair, undivided: EngineProcess, model: Path):
+    """Its requests held all pages for 300 s, and those of another server failed behind them. Last: it is killed."""
+    (port,) = free_ports(1)
+    other = EngineProcess(Shape(model, disaggregated("prefill", port, chunked_prefill_size=128)))
+    try:
+        other.started()
+        assert_equal(pair.run(prompts(3, 2)), undivided.generate(prompts(3, 2), TOKENS))
+        pair.prefill.kill()
+        with socket.socket() as silent:
+            silent.bind(("127.0.0.1", 0))
+            silent.listen(16)
+            dead, good = prompts(4, 6, shortest=900, longest=1000), prompts(5, 8, shortest=100, longest=300)
+            assert sum(map(len, dead)) > POOL
+            rooms = [next(ROOMS) for _ in (*dead, *dead[:2], *good)]
+            ports = [pair.port] * len(dead) + [silent.getsockname()[1]] * 2 + [port] * len(good)
+            other.submit(good, TOKENS, rooms=rooms[-len(good) :], port=port)
+            pair.decode.submit([*dead, *dead[:2], *good], TOKENS, rooms=rooms, bootstrap_port=ports)
+            other.outputs()
+            answers = pair.decode.outputs()
+    finally:
+        other.close()
+    assert_equal(answers[-len(good) :], undivided.generate(good, TOKENS))
+    assert all("cannot be reached" in (each.error or "") for each in answers[: len(dead) + 2]), answers

@@ -1,0 +1,161 @@
+"""What a rank says of weights that are replaced while it runs, whichever of SGLang's ways they come by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engines.sglang import weights as module
+from kvferry.engines.sglang.weights import Weights, after_naming, around_begin, around_end, around_update
+
+START = "the checkpoint's digest"
+
+
+class Server:
+    """As much of a server of SGLang's as the hooks meet: its scheduler, its manager, and what updates its weights."""
+
+    def __init__(self, start: str = START) -> None:
+        self.weights = Weights(start)
+        self.told: list[str] = []
+        self._session: object = None
+        self.scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self))
+
+    def renew_weights(self) -> None:
+        self.told.append(self.weights.said)
+
+    def update(self, *, success: bool = True, message: str = "", **request: Any) -> None:
+        given = SimpleNamespace(**{"weight_version": None, **request})
+        around_update(lambda *_: SimpleNamespace(success=success, message=message), self, given)
+
+    def from_disk(self, path: str, **more: Any) -> None:
+        self.update(model_path=path, load_format="auto", **more)
+
+    def pieces(self, *versions: str | None, **more: Any) -> None:
+        self.begin()
+        for version in versions:
+            self.update(weight_version=version, selector="all", **more)
+        self.end()
+
+    def begin(self) -> None:
+        around_begin(lambda *_: SimpleNamespace(success=True), self, None)
+        self._session = object()
+
+    def end(self) -> None:
+        self._session = None
+        around_end(lambda *_: SimpleNamespace(success=True), self, None)
+
+    def name(self, version: str) -> None:
+        after_naming(None, self.scheduler, SimpleNamespace(new_version=version))
+
+    @property
+    def said(self) -> str:
+        assert not self.told or self.told[-1] == self.weights.said, "peers were not told"
+        return self.weights.said
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "weights_of", lambda path, *_: f"the digest of {path}")
+
+
+def test_a_server_that_is_updated_from_files_says_what_one_says_that_starts_with_them():
+    server = Server()
+    server.from_disk("/new", weight_version="7")
+    assert server.said == "the digest of /new"
+    server.name("8")
+    assert server.said == "the digest of /new", "files say more than a name does"
+    server.from_disk("/old")
+    assert server.said == "the digest of /old"
+
+
+Way = Callable[[Server], object]
+
+WAYS: dict[str, tuple[Way, ...]] = {
+    "files": (lambda server: server.from_disk("/new"),),
+    "other files": (lambda server: server.from_disk("/newer"),),
+    "pieces with a version": (lambda server: server.pieces(None, "7"),),
+    "pieces with another": (lambda server: server.pieces(None, "8"),),
+    "pieces without": (lambda server: server.pieces(None, None),),
+    "pieces without, twice": (lambda server: server.pieces(None),) * 2,
+    "what another process wrote": (lambda server: server.pieces(),) * 3,
+    "a checkpoint engine": (lambda server: server.update(weight_version="9"),),
+    "pieces that are named later": (lambda server: server.pieces(None), lambda server: server.name("10")),
+    "pieces after named ones": (lambda server: server.pieces("7"), lambda server: server.pieces(None)),
+}
+
+
+def updated(way: str) -> Server:
+    server = Server()
+    for step in WAYS[way]:
+        step(server)
+    return server
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_servers_agree_where_they_were_updated_alike_and_nowhere_else(way: str):
+    said = updated(way).said
+    assert said == updated(way).said != Server().said
+    assert said not in {updated(other).said for other in WAYS.keys() - {way}}
+
+
+def test_what_a_trainer_names_is_the_same_whatever_the_servers_have_started_with():
+    one, other = Server(), Server("another checkpoint")
+    one.pieces("7")
+    other.pieces("7")
+    assert one.said == other.said
+
+
+def test_halfway_replaced_weights_are_nobody_elses():
+    one, other = Server(), Server()
+    one.begin()
+    other.begin()
+    one.update(weight_version="7", selector="all")
+    other.update(weight_version="7", selector="all")
+    assert one.said != other.said
+    one.end()
+    other.end()
+    assert one.said == other.said
+
+
+@pytest.mark.parametrize("how", ["files", "pieces"])
+def test_weights_are_unknown_after_an_update_that_failed_until_the_next_one(how: str):
+    one, other = Server(), Server()
+    for each in (one, other):
+        if how == "files":
+            each.from_disk("/new", success=False, message="Failed to update weights: .... Rolling back")
+        else:
+            each.pieces("7", success=False, message="the cache was not flushed")
+    assert one.said != other.said
+    for each in (one, other):
+        each.from_disk("/new") if how == "files" else each.pieces("8")
+    assert one.said == other.said
+
+
+def test_an_update_that_raises_leaves_unknown_weights():
+    server = Server()
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        around_update(fails, server, SimpleNamespace(model_path="/new", load_format="auto"))
+    assert server.said.startswith("an update has failed")
+
+
+def test_an_update_that_was_refused_before_it_began_changes_nothing():
+    server = Server()
+    server.from_disk("/nowhere", success=False, message="Failed to get weights iterator: no such directory.")
+    server.update(success=False, message="must run between begin_weight_update() and ...", selector="all")
+    assert (server.said, server.told) == (START, [])
+
+
+def test_another_backends_servers_are_left_alone():
+    scheduler = SimpleNamespace(disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=object()))
+    updater = SimpleNamespace(scheduler=scheduler, _session=None)
+    result = SimpleNamespace(success=True)
+    for around in (around_update, around_begin, around_end):
+        assert around(lambda *_: result, updater, SimpleNamespace()) is result
+    after_naming(None, scheduler, SimpleNamespace(new_version="7"))
