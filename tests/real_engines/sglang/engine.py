@@ -130,6 +130,21 @@ def _run(pipe: Connection, shape: Shape) -> None:
             answer = [Output((), str(error))] * len(arguments["input_ids"])
         pipe.send(("generated", answer))
 
+    def generate_apart(arguments: dict[str, Any]) -> None:
+        """As so many clients: one that fails takes no other with it."""
+
+        async def one(index: int) -> Output:
+            own = {name: given[index] if isinstance(given, list) else given for name, given in arguments.items()}
+            try:
+                return _output(await engine.async_generate(**own))
+            except Exception as error:
+                return Output((), str(error))
+
+        async def all_of_them() -> list[Output]:
+            return await asyncio.gather(*map(one, range(len(arguments["input_ids"]))))
+
+        pipe.send(("generated", engine.loop.run_until_complete(all_of_them())))
+
     def ask(name: str, arguments: tuple[Any, ...]) -> Any:
         coroutine = getattr(engine.tokenizer_manager, name)(*arguments)
         if not engine.loop.is_running():
@@ -145,7 +160,7 @@ def _run(pipe: Connection, shape: Shape) -> None:
             elif what == "ask":
                 pipe.send(("answered", ask(*arguments)))
             else:
-                generating.submit(generate, arguments)
+                generating.submit(generate_apart if what == "generate apart" else generate, arguments)
 
 
 @contextmanager
@@ -180,11 +195,19 @@ class EngineProcess:
         return self
 
     def submit(
-        self, prompts: Sequence[Sequence[int]], count: int, *, rooms: Sequence[int] = (), port: int = 0, **more: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        *,
+        rooms: Sequence[int] = (),
+        port: int = 0,
+        apart: bool = False,
+        **more: Any,
     ) -> None:
         """Hands requests in, all at once; `outputs` waits for them.
 
         Args:
+            apart: each by itself: else SGLang gives all of them up with the first that fails.
             more: arguments of SGLang's `Engine.generate`.
         """
         arguments: dict[str, Any] = {
@@ -198,7 +221,7 @@ class EngineProcess:
                 "bootstrap_room": list(rooms),
             }
         arguments |= more
-        self._pipe.send(("generate", arguments))
+        self._pipe.send(("generate apart" if apart else "generate", arguments))
 
     def outputs(self, limit_s: float = ANSWER_S) -> list[Output]:
         """What became of the requests."""
