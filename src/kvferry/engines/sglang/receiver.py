@@ -219,6 +219,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         if error is None:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
             return
+        self.kv_mgr.forget_prefill(self.bootstrap_addr)  # also where requests name the server by another address
         if not isinstance(error, EngineEndedError):  # else nobody is there to be told
             self._refuse(str(error))
         self._fail(f"the prefill server at {self.bootstrap_addr}: {error}")
