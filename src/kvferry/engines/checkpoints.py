@@ -18,6 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.errors import ModelError
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
 
 MOST_READS = 2048
 READS_A_TENSOR = 4
@@ -71,6 +74,25 @@ def weights_identity(directory: Path) -> str:
         raise ModelError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
     total = sum(each.size for each in stored)
     return f"{digest.hexdigest()} ({len(stored)} tensors or files, {total:,} bytes)"
+
+
+def model_directory(name: str, revision: str | None, cache: str | None = None) -> Path | None:
+    """Returns where a model's or an adapter's files are; None if that is not here.
+
+    Args:
+        name: a directory, or a name of Hugging Face's hub whose files are in the hub's cache.
+        revision: of the hub's; the default one if None.
+        cache: where the cache is, if not where the hub's client has it.
+    """
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(name, revision=revision, cache_dir=cache, local_files_only=True))
+    except Exception as error:  # it has many, and none of them matters here
+        log.debug("%s is not in the hub's cache: %s", name, error)
+        return None
 
 
 def adapter_identity(directory: Path) -> str:

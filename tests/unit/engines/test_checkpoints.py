@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from kvferry.engines import checkpoints
-from kvferry.engines.checkpoints import adapter_identity, weights_identity
+from kvferry.engines.checkpoints import adapter_identity, model_directory, weights_identity
 from kvferry.errors import ModelError
 
+COMMIT = "c0ffee" + "0" * 34
 WEIGHTS = {f"layer.{number}.weight": bytes([number]) * 5000 for number in range(8)} | {"norm": b"\x01" * 16}
 
 
@@ -124,3 +125,21 @@ def test_an_adapter_is_its_weights_and_how_they_are_used(tmp_path: Path):
     (tmp_path / "a" / "adapter_config.json").unlink()
     with pytest.raises(ModelError, match=r"the adapter in .* cannot be read: FileNotFoundError"):
         adapter_identity(tmp_path / "a")
+
+
+def in_the_hubs_cache(cache: Path, name: str, commit: str = COMMIT) -> Path:
+    """A model as the hub's client keeps it."""
+    kept = cache / f"models--{name.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit)
+    return checkpoint(kept / "snapshots" / commit)
+
+
+def test_a_name_of_the_hubs_is_the_directory_in_its_cache(tmp_path: Path):
+    kept = in_the_hubs_cache(tmp_path, "org/model")
+    elsewhere = str(tmp_path / "elsewhere")
+    assert model_directory("org/model", None, str(tmp_path)) == kept
+    assert model_directory("org/model", COMMIT, str(tmp_path)) == kept
+    assert model_directory(str(kept), None, elsewhere) == kept
+    assert model_directory("org/model", None, elsewhere) is None
+    assert model_directory("org/model", "another", str(tmp_path)) is None

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.engines.test_checkpoints import in_the_hubs_cache
 
+from kvferry.engines.checkpoints import weights_identity
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.sglang import conditions
 from kvferry.engines.sglang.conditions import Prompt, around_requests, conditions_of, current
@@ -34,6 +36,7 @@ def identity(**changes: Any) -> Any:
         "given": SimpleNamespace(
             model_path="Qwen/Qwen3-8B",
             revision=None,
+            download_dir=None,
             load_format="auto",
             quantization=None,
             quantization_param_path=None,
@@ -104,6 +107,22 @@ def test_scales_are_told_apart_by_what_is_in_their_file(tmp_path: Path):
     assert given[0] == given[1] != identity(**fp8).scales != identity().scales
     other.write_text('{"scale": 2}')
     assert identity(**fp8, given__quantization_param_path=str(other)).scales != given[0]
+
+
+def test_a_model_of_the_hubs_and_its_directory_are_the_same(tmp_path: Path):
+    kept = in_the_hubs_cache(tmp_path, "org/model")
+    of_hub = identity(given__model_path="org/model", given__download_dir=str(tmp_path))
+    assert of_hub.weights == identity(given__model_path=str(kept)).weights == weights_identity(kept)
+
+
+def test_a_draft_model_of_the_hubs_and_its_directory_are_the_same(tmp_path: Path):
+    kept = in_the_hubs_cache(tmp_path, "org/draft")
+    where = {"given__download_dir": str(tmp_path), "speculative__speculative_algorithm": "EAGLE"}
+    drafts = [
+        identity(**where, speculative__speculative_draft_model_path=path).speculative_model
+        for path in ("org/draft", str(kept))
+    ]
+    assert drafts == [weights_identity(kept)] * 2
 
 
 # ---- requests -------------------------------------------------------------------------------------------------------

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from kvferry.engines.checkpoints import adapter_identity
+from kvferry.engines.checkpoints import adapter_identity, model_directory
 from kvferry.engines.fingerprint import MultimodalInput, request_conditions
 from kvferry.errors import EngineContractError, ModelError
 
@@ -136,8 +135,8 @@ def _adapter(lora_id: str | None, scheduler: Any) -> str:
 def _identified(ref: Any, lora_id: str) -> str:
     if ref is None:
         return lora_id
-    directory = Path(ref.lora_path or "")
-    if ref.lora_path and directory.is_dir():
+    directory = model_directory(ref.lora_path, None) if ref.lora_path else None
+    if directory is not None:
         try:
             return adapter_identity(directory)
         except ModelError:

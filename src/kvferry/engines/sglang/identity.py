@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvferry.engines.checkpoints import weights_identity
+from kvferry.engines.checkpoints import model_directory, weights_identity
 from kvferry.engines.fingerprint import NONE, CacheIdentity
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.errors import ModelError
@@ -33,7 +33,7 @@ def cache_identity(
     cache_dtype = args.kv_cache_dtype_str
     return CacheIdentity(
         engine=f"SGLang {version}",
-        weights=weights_of(given.model_path, given.revision, given.load_format, model.hf_config),
+        weights=weights_of(given.model_path, given.revision, given.load_format, model.hf_config, given.download_dir),
         architecture=", ".join(model.hf_config.architectures or ()) or NONE,
         cache_dtype=f"{model.dtype}".removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         scales=_scales(cache_dtype, given.quantization_param_path),
@@ -42,22 +42,26 @@ def cache_identity(
         rope=_some(text, _OF_ROPE),
         attention_window=_windows(model, text),
         quantization=_quantization(model, given),
-        speculative_model=_speculative(speculative),
+        speculative_model=_speculative(speculative, given.download_dir),
     )
 
 
-def weights_of(path: str, revision: str | None, load_format: str, config: Any) -> str:
+def weights_of(path: str, revision: str | None, load_format: str, config: Any, cache: str | None = None) -> str:
     """Identifies the weights in a model's directory, or of a model's name."""
     if load_format == "dummy":
         return f"none: --load-format dummy, for {path}"
-    directory = Path(path)
-    if directory.is_dir():
+    commit = getattr(config, "_commit_hash", None)
+    return _identified(path, revision, cache, commit or revision)
+
+
+def _identified(path: str, revision: str | None, cache: str | None, shown: str | None) -> str:
+    directory = model_directory(path, revision, cache)
+    if directory is not None:
         try:
             return weights_identity(directory)
         except ModelError:
             pass  # of a form that only SGLang reads: the directory's name has to do
-    commit = getattr(config, "_commit_hash", None)
-    return f"{path} at {commit or revision or 'its default revision'}"
+    return f"{path} at {shown or 'its default revision'}"
 
 
 def _scales(cache_dtype: str, path: str | None) -> str:
@@ -99,16 +103,10 @@ def _quantization(model: Any, given: Any) -> str:
     return str(getattr(model, "quantization", None) or given.quantization or NONE)
 
 
-def _speculative(speculative: Any) -> str:
+def _speculative(speculative: Any, cache: str | None) -> str:
     if speculative.speculative_algorithm is None:
         return ""
-    path = speculative.speculative_draft_model_path
+    path, revision = speculative.speculative_draft_model_path, speculative.speculative_draft_model_revision
     if path is None:
         return f"{speculative.speculative_algorithm} of the model itself"
-    directory = Path(path)
-    if directory.is_dir():
-        try:
-            return weights_identity(directory)
-        except ModelError:
-            pass
-    return f"{path} at {speculative.speculative_draft_model_revision or 'its default revision'}"
+    return _identified(path, revision, cache, revision)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engines.checkpoints import adapter_identity, weights_identity
+from kvferry.engines.checkpoints import adapter_identity, model_directory, weights_identity
 from kvferry.engines.fingerprint import (
     NONE,
     CacheIdentity,
@@ -261,21 +261,8 @@ def _weights(model: Any, load: Any) -> str:
         return "dummy"
     name = model.model_weights or model.model
     revision = f", revision {model.revision}" if model.revision else ""
-    directory = _directory(name, model.revision, load.download_dir)
+    directory = model_directory(name, model.revision, load.download_dir)
     return _identified(weights_identity, directory or Path(name), f"{name}{revision}")
-
-
-def _directory(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """Returns where the files of a model are that is named as on Hugging Face's hub; None if it is not."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(name, revision=revision, cache_dir=download_dir, local_files_only=True))
-    except Exception as error:  # it has many, and none of them matters here
-        log.debug("%s is not in the hub's cache: %s", name, error)
-        return None
 
 
 def _speculative_model(vllm_config: Any, content_order: str) -> str:
