@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from tests.support.collecting import shown_in, unshown
 
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.sglang.cache_kinds import KINDS, check_order, check_pool
-from kvferry.engines.sglang.options import INSTEAD, check_options
+from kvferry.engines.sglang.options import INSTEAD, check_options, unset_variables
 from kvferry.errors import LayoutError, UsageError
 
 ROOTS = {"KVCache", "BaseSWAKVPool", "MambaPool"}
@@ -110,12 +111,31 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
         ({"attn_cp_size": 2}, "attention context parallelism on the decode side"),
         ({"enable_dsa_cache_layer_split": True}, "--enable-dsa-cache-layer-split"),
         ({"enable_hisparse": True, "mode": PREFILL}, r"--enable-hisparse on the prefill side \(it is about decoding\)"),
-        ({"ib_device": "mlx5_0"}, r"--disaggregation-ib-device mlx5_0 \(.*KVFERRY_NIXL_DEVICE, such as mlx5_0:1\)"),
     ],
 )
 def test_what_kvferry_does_not_do_is_refused_at_the_start(on: Any, changed: dict[str, Any], words: str):
     with pytest.raises(UsageError, match=f"kvferry does not do this with SGLang yet: .*{words}"):
         on(**changed)
+
+
+def test_a_device_of_anothers_is_said_to_mean_nothing_here(on: Any, caplog: pytest.LogCaptureFixture):
+    on(ib_device="mlx5_0")
+    assert "kvferry does not read --disaggregation-ib-device mlx5_0: KVFERRY_NIXL_DEVICE" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("SGLANG_DISAGG_STAGING_BUFFER", "1"), ("SGLANG_MOONCAKE_CUSTOM_MEM_POOL", "INTRA_NODE_NVLINK")]
+)
+def test_what_sglangs_scheduler_would_follow_is_unset_before_it_looks(
+    on: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, value: str
+):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=f"{name}, which kvferry could not unset before SGLang read it"):
+        on()
+    unset_variables()
+    assert name not in os.environ
+    assert f"kvferry does not read {name}, and unsets it for this rank" in caplog.text
+    on()
 
 
 def test_what_sglang_does_with_mooncake_alone_is_refused_as_sglangs(on: Any):

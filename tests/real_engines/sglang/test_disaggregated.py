@@ -223,8 +223,17 @@ def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(
 
 
 def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp_path: Path):
-    environment = {"KVFERRY_SGLANG_REPLACES_NIXL": "1", "KVFERRY_PATH": "staged"}
-    both = Pair(model, tmp_path / "tampering", backend="nixl", environment=environment, spawns=True)
+    # With what may be set for SGLang's own backends, and would have its scheduler do what is of no use here.
+    of_others = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}
+    environment = {"KVFERRY_SGLANG_REPLACES_NIXL": "1", "KVFERRY_PATH": "staged", **of_others}
+    both = Pair(
+        model,
+        tmp_path / "tampering",
+        backend="nixl",
+        environment=environment,
+        spawns=True,
+        disaggregation_ib_device="mlx5_0",
+    )
     try:
         given = prompts(10)
         assert_equal(both.started().run(given), undivided.generate(given, TOKENS))

@@ -15,6 +15,7 @@ CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 BEFORE_STEP = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk"
 
 TERMINATED = "sglang.srt.managers.tokenizer_manager.SignalHandler.sigterm_handler"
+SCHEDULER_STARTS = "sglang.srt.managers.scheduler.Scheduler.init_disaggregation"
 SCHEDULER_ENDS = "sglang.srt.managers.scheduler.Scheduler.release_host_resources"
 
 _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.disaggregation.common.conn import CommonKVManager
@@ -31,6 +30,21 @@ INSTEAD = {
 }
 """Variables of SGLang's that mean nothing to kvferry, and what does."""
 
+UNSET = {
+    "SGLANG_DISAGG_STAGING_BUFFER": "kvferry has staging memory of its own, where that is faster (KVFERRY_PATH)",
+    "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "caches stay where they are, and what goes with them in the CPU's memory",
+}
+"""Likewise, but SGLang's scheduler follows them whatever the backend: it cuts chunks, or keeps metadata on a device."""
+
+
+def unset_variables() -> None:
+    """Unsets in this process what SGLang's scheduler would do for its own backends, and says so."""
+    for name, instead in UNSET.items():
+        variable = getattr(envs, name, None)
+        if variable is not None and variable.get():
+            variable.clear()
+            log.warning("kvferry does not read %s, and unsets it for this rank: %s", name, instead)
+
 
 def check_options(args: KVArgs, mode: DisaggregationMode) -> None:
     """Refuses options that kvferry does not do, and says which variables it does not read.
@@ -44,21 +58,29 @@ def check_options(args: KVArgs, mode: DisaggregationMode) -> None:
             "is for --disaggregation-transfer-backend mooncake alone, and SGLang refuses every other name before it "
             "looks for a plug-in's. Use early"
         )
-    if found := [*_refused(args, mode)]:
+    if found := [*_refused(mode)]:
         raise UsageError(f"kvferry does not do this with SGLang yet: {'; '.join(found)}")
     for name, instead in INSTEAD.items():
         variable = getattr(envs, name, None)  # another version may have it no more
         if variable is not None and variable.is_set():
             log.warning("kvferry does not read %s: %s", name, instead)
+    if args.ib_device:
+        log.warning(
+            "kvferry does not read --disaggregation-ib-device %s: KVFERRY_NIXL_DEVICE chooses a network device, as UCX "
+            "calls it, such as mlx5_0:1; else NIXL takes those that fit",
+            args.ib_device,
+        )
 
 
-def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
+def _refused(mode: DisaggregationMode) -> Iterator[str]:
     parallel, disagg = get_parallel(), get_disagg()
     is_decode = mode is DisaggregationMode.DECODE
     options = {
-        "SGLANG_DISAGG_STAGING_BUFFER=1 (kvferry has staging memory of its own: KVFERRY_PATH)": (
-            envs.SGLANG_DISAGG_STAGING_BUFFER.get()
-        ),
+        **{
+            f"{name}, which kvferry could not unset before SGLang read it ({instead})": bool(getattr(envs, name).get())
+            for name, instead in UNSET.items()
+            if hasattr(envs, name)
+        },
         "attention context parallelism on the decode side (SGLang's own managers refuse it there, by "
         "_resolve_rank_mapping)": is_decode and parallel.attn_cp_size > 1,
         "--enable-dsa-cache-layer-split (SGLang itself allows it with mooncake alone)": (
@@ -69,8 +91,6 @@ def _refused(args: Any, mode: DisaggregationMode) -> Iterator[str]:
             not is_decode and envs.SGLANG_RUST_SERVER.get() and parallel.attn_dp_size > 1
         ),
         "--enable-hisparse on the prefill side (it is about decoding)": not is_decode and get_memory().enable_hisparse,
-        f"--disaggregation-ib-device {args.ib_device} (kvferry's network device, as UCX calls it, is "
-        "KVFERRY_NIXL_DEVICE, such as mlx5_0:1)": bool(args.ib_device),
         **refused(
             CommonKVManager,
             is_decode=is_decode,

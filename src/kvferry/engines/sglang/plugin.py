@@ -27,6 +27,7 @@ from kvferry.engines.sglang.names import (
     MOVE_GATE,
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
+    SCHEDULER_STARTS,
     STATE_ARGS,
     TERMINATED,
     TRANSFER_QUEUE,
@@ -117,6 +118,14 @@ def _register() -> None:
     def announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
         layer_steps.announce(scheduler, request, may_leave=allow_send)
 
+    def start(*_: Any, **__: Any) -> None:
+        from sglang.srt.runtime_context import get_disagg
+
+        if get_disagg().disaggregation_transfer_backend in ours:
+            from kvferry.engines.sglang.options import unset_variables
+
+            unset_variables()
+
     def announce_end(_: None, handler: Any, *__: Any, **___: Any) -> None:
         termination.announce(handler.tokenizer_manager)
 
@@ -133,6 +142,8 @@ def _register() -> None:
         Hook(UPDATE_ENDS, weights.around_end, "AROUND"),
         Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER"),
     )
+    # Without it variables that it unsets are refused.
+    starts = Hook(SCHEDULER_STARTS, start, "BEFORE")
     # Without these a server that ends is merely noticed later.
     ends = (Hook(TERMINATED, announce_end, "AFTER"), Hook(SCHEDULER_ENDS, close_endpoints, "AFTER"))
     # Where SGLang has not what it is on, layers leave with their step, and KVFERRY_LAYER_RANGES is refused.
@@ -150,7 +161,7 @@ def _register() -> None:
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
         *updates,
-        *((steps,) if steps.has_target else ()),
+        *(hook for hook in (starts, steps) if hook.has_target),
         *(unified if all(hook.has_target for hook in unified) else ()),
         *(hook for hook in ends if hook.has_target),
     )
