@@ -56,7 +56,9 @@ class Members:
         side.managers.append(manager)
 
     def sender(self, manager: KVFerryManager, room: int, *, tokens: int = 3) -> KVFerrySender:
-        with place(self._patch, self.port, self.model, tp=1, tp_rank=0, pp=1, pp_rank=0):
+        rank = self.prefill.ranks[self.prefill.managers.index(manager)]
+        where = {"tp": rank.tp, "tp_rank": rank.tp_rank, "pp": 1, "pp_rank": 0, **rank.options}
+        with place(self._patch, self.port, self.model, **where):
             sender: KVFerrySender = self._made(room, lambda: KVFerrySender(manager, self.address, room), tokens=tokens)
             return sender
 
@@ -123,10 +125,13 @@ class Request:
         held_pages: int = 0,
         tokens: int | None = None,
         held_tokens: int | None = None,
+        dp_rank: int = 0,
+        dp_size: int = 1,
     ) -> None:
         """Opens it on both sides.
 
         Args:
+            dp_rank: of the prefill side's data-parallel replicas, each of which is one rank where there are several.
             tokens: that the prompt has; so many pages if None.
             held_tokens: as above; so many pages if None.
         """
@@ -152,12 +157,15 @@ class Request:
         self.source: list[Any] = [draw(here, 0), window(here, self.held_pages * here), 2]
         self.destination: list[Any] = [draw(there, self.held_tokens), window(there, self.held_tokens), 4]
         self.aux_index = room % 8
-        for rank in pair.prefill.ranks:
+        mine = slice(None) if dp_size == 1 else slice(dp_rank, dp_rank + 1)
+        for rank in pair.prefill.ranks[mine]:
             rank.fill(self.whole, *self.source)
             rank.rooms[self.aux_index] = room
             rank.tokens[self.aux_index] = 17 + room
-        self.senders = [pair.sender(manager, room, tokens=self.tokens) for manager in pair.prefill.managers]
-        self.receivers = [pair.receiver(manager, room, tokens=self.tokens) for manager in pair.decode.managers]
+        self.senders = [pair.sender(manager, room, tokens=self.tokens) for manager in pair.prefill.managers[mine]]
+        self.receivers = [
+            pair.receiver(manager, room, tokens=self.tokens, dp_rank=dp_rank) for manager in pair.decode.managers
+        ]
 
     def state_indices(self, side: list[Any]) -> list[Any]:
         model = self.pair.model

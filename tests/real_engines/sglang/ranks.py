@@ -139,7 +139,8 @@ class Rank:
     def arguments(self) -> KVArgs:
         """As SGLang's scheduler fills them in."""
         args = KVArgs()
-        args.engine_rank, args.pp_rank, args.system_dp_rank, args.gpu_id = self.tp_rank, 0, 0, 0
+        args.engine_rank, args.pp_rank, args.gpu_id = self.tp_rank, 0, 0
+        args.system_dp_rank = self.options.get("system_dp_rank", 0)
         args.kv_cache_dtype_str, args.kv_layout, args.page_size = "uint8", None, self.model.page_tokens
         args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens = _infos([pool for kind in self.kv for pool in kind])
         args.kv_layer_ids, args.num_draft_entries, args.ib_device = [], 0, None

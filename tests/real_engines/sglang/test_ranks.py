@@ -140,6 +140,20 @@ def test_pages_may_differ_in_size(
         Request(pair, room, tokens=tokens, held_tokens=held * there).run()
 
 
+@pytest.mark.parametrize("method", ["follow_bootstrap_room", "round_robin"])
+def test_each_replica_of_the_prefill_side_takes_its_own_requests(pair: Pair, method: str):
+    """Plain --dp-size: SGLang compares a rank with the room, by which it has chosen the replica, or registers it."""
+    for dp_rank in range(2):
+        where = {"dp_size": 2, "num_dp_ranks": 2, "system_dp_rank": dp_rank, "load_balance_method": method}
+        pair.start(PREFILL, Rank(pair.model, tp=1, tp_rank=0, options=where))
+    pair.start(DECODE, Rank(pair.model, tp=1, tp_rank=0))
+    for room in range(1, 5):
+        request = Request(pair, room, dp_rank=room % 2, dp_size=2)
+        if method == "round_robin":
+            assert KVFerryReceiver.query_prefill_dp_ranks(pair.address, [room]) == {str(room): room % 2}
+        request.run()
+
+
 @pytest.mark.parametrize(("here", "there"), [(4, 1), (1, 4)])
 def test_what_fills_a_page_is_not_all_of_it_a_request(pair: Pair, here: int, there: int):
     """What lies behind a prompt in its last page stays as it was, and so does what the decode side has."""

@@ -39,7 +39,8 @@ class Sender:
     sent: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
 
-    def begin_step(self, pages: NDArray[Any]) -> bool:
+    def begin_step(self, pages: NDArray[Any], ready: Any) -> bool:
+        assert ready is None
         if self.is_ready:
             self.pages.append(pages.tolist())
         return self.is_ready
@@ -70,7 +71,7 @@ def steps(pool: Pool, layer_ids: list[int], *, first: int = 0, most: int = 3) ->
 def test_a_range_leaves_when_a_layer_behind_it_is_read():
     pool, sender = Pool(), Sender()
     follows = steps(pool, [*range(6)])
-    follows.announce(sender, PAGES)
+    follows.announce(sender, PAGES, None)
     seen = []
     for layer in range(6):
         pool.read(layer, layer)  # its keys, and its values
@@ -82,7 +83,7 @@ def test_layers_without_pages_say_how_far_the_model_has_come():
     """As in a hybrid: layers 0, 4 and 8 alone have keys and values in pages; others are read, too."""
     pool, sender = Pool(), Sender()
     follows = steps(pool, [0, 4, 8])
-    follows.announce(sender, PAGES)
+    follows.announce(sender, PAGES, None)
     pool.read(0, 1, 2)
     assert sender.sent == [1]
     pool.read(4)
@@ -94,7 +95,7 @@ def test_layers_without_pages_say_how_far_the_model_has_come():
 def test_the_layers_of_a_pipeline_stage_have_the_numbers_of_the_model():
     pool, sender = Pool(start_layer=6), Sender()
     follows = steps(pool, [6, 7, 8], first=6)
-    follows.announce(sender, PAGES)
+    follows.announce(sender, PAGES, None)
     pool.read(6)
     assert sender.sent == []
     pool.read(7, 8)
@@ -104,11 +105,11 @@ def test_the_layers_of_a_pipeline_stage_have_the_numbers_of_the_model():
 def test_each_step_begins_anew():
     pool, first, second, idle = Pool(), Sender(), Sender(), Sender(is_ready=False)
     follows = steps(pool, [*range(3)])
-    follows.announce(first, PAGES)
+    follows.announce(first, PAGES, None)
     pool.read(0, 1, 2)
     pool.read(0, 1, 2)  # a step of which nothing was announced, as where data-parallel ranks wait for each other
-    follows.announce(second, PAGES)
-    follows.announce(idle, PAGES)
+    follows.announce(second, PAGES, None)
+    follows.announce(idle, PAGES, None)
     pool.read(0, 1, 2)
     assert (first.sent, second.sent, idle.sent) == ([1, 2], [1, 2], [])
 
@@ -118,11 +119,11 @@ def test_a_model_that_comes_back_to_a_layer_is_noticed_and_sends_nothing_early_a
 ):
     pool, sender, later = Pool(), Sender(), Sender()
     follows = steps(pool, [*range(3)])
-    follows.announce(sender, PAGES)
+    follows.announce(sender, PAGES, None)
     pool.read(0, 1, 2, 1)
     assert ["the model came back to layer 1" in reason for reason in sender.reasons] == [True]
     assert "came back to layer 1" in caplog.text
-    follows.announce(later, PAGES)
+    follows.announce(later, PAGES, None)
     pool.read(0, 1, 2)
     assert (later.pages, later.sent) == ([], [])
 
@@ -147,7 +148,7 @@ def test_sglangs_own_counter_is_still_asked_whenever_it_comes():
     assert before.asked == [0, 1]
     assert pool.layer_transfer_counter.consumer_index == 7
     pool.register_layer_transfer_counter(after)
-    follows.announce(sender, PAGES)
+    follows.announce(sender, PAGES, None)
     pool.read(0, 1)
     assert (after.asked, sender.sent) == ([0, 1], [1])
 
@@ -158,16 +159,28 @@ def test_sglangs_own_counter_is_still_asked_whenever_it_comes():
 class Announced:
     def __init__(self) -> None:
         self.pages: list[list[int]] = []
+        self.ready: list[Any] = []
 
-    def announce(self, sender: Any, pages: NDArray[Any]) -> None:
+    def announce(self, sender: Any, pages: NDArray[Any], ready: Any) -> None:
         del sender
         self.pages.append(pages.tolist())
+        self.ready.append(ready)
 
 
-def announced(*, may_leave: bool = True, **changes: Any) -> list[list[int]]:
-    """What is announced of a prompt of 40 tokens in pages of 8 tokens, whose numbers are 10, 11 and so on."""
-    follows = Announced()
-    rows = torch.arange(80, 200).reshape(1, -1)
+class OnADevice(torch.Tensor):
+    """Numbers that the scheduler would have to wait for."""
+
+    is_cuda = True
+
+    def cpu(self, *_: Any, **__: Any) -> Any:
+        raise AssertionError("the scheduler waits for the device")
+
+
+ROWS = torch.arange(80, 200).reshape(1, -1)
+
+
+def announced(follows: Announced, *, rows: torch.Tensor = ROWS, may_leave: bool = True, **changes: Any) -> None:
+    """Announces a prompt of 40 tokens in pages of 8 tokens, whose numbers are 10, 11 and so on."""
     request = {
         "disagg_kv_sender": SimpleNamespace(kv_mgr=SimpleNamespace(layer_steps=follows)),
         "pending_bootstrap": False,
@@ -183,7 +196,6 @@ def announced(*, may_leave: bool = True, **changes: Any) -> list[list[int]]:
         req_to_token_pool=SimpleNamespace(req_to_token=rows),
     )
     announce(scheduler, SimpleNamespace(**request), may_leave=may_leave)
-    return follows.pages
 
 
 @pytest.mark.parametrize(
@@ -198,7 +210,18 @@ def announced(*, may_leave: bool = True, **changes: Any) -> list[list[int]]:
     ],
 )
 def test_the_pages_of_a_step_are_those_that_sglang_hands_in_after_it(changes: dict[str, Any], pages: list[int]):
-    assert announced(**changes) == [pages]
+    follows = Announced()
+    announced(follows, **changes)
+    assert (follows.pages, follows.ready) == ([pages], [None])
+
+
+def test_nobody_waits_for_page_numbers_on_a_device(monkeypatch: pytest.MonkeyPatch):
+    event, empty = object(), torch.empty
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))
+    follows = Announced()
+    announced(follows, rows=ROWS.as_subclass(OnADevice))
+    assert (follows.pages, follows.ready) == ([[10, 11, 12, 13, 14]], [event])
 
 
 @pytest.mark.parametrize(
@@ -213,4 +236,6 @@ def test_the_pages_of_a_step_are_those_that_sglang_hands_in_after_it(changes: di
     ],
 )
 def test_a_step_is_not_announced_where_its_pages_may_not_leave(changes: dict[str, Any]):
-    assert announced(**changes) == []
+    follows = Announced()
+    announced(follows, **changes)
+    assert follows.pages == []

@@ -32,8 +32,13 @@ log = logger_of(__name__)
 class StepSender(Protocol):
     """A request on a prefill rank, as a step has it."""
 
-    def begin_step(self, pages: NDArray[Any]) -> bool:
-        """Takes the pages that the step will compute; returns whether layers of them may leave one by one."""
+    def begin_step(self, pages: NDArray[Any], ready: DeviceEvent | None) -> bool:
+        """Takes the pages that the step will compute; returns whether layers of them may leave one by one.
+
+        Args:
+            pages: their numbers.
+            ready: after it the device has written the numbers; None if they are there.
+        """
 
     def layers_computed(self, ranges: int, event: DeviceEvent | None) -> None:
         """Sends the first ranges of layers, once the device has come to the event."""
@@ -80,14 +85,14 @@ class LayerSteps:
         """What else SGLang asks of the counter that was there."""
         return getattr(self._counter, name)
 
-    def announce(self, sender: StepSender, pages: NDArray[Any]) -> None:
-        """Says before a step which pages of a request it will compute."""
+    def announce(self, sender: StepSender, pages: NDArray[Any], ready: DeviceEvent | None) -> None:
+        """Says before a step which pages of a request it will compute; see `StepSender.begin_step`."""
         if self._is_off:
             return
         self._take_place()  # a cache on the host brings a counter of its own when it starts
         if self._reached >= 0:
             self._senders, self._reached, self._computed = [], -1, 0
-        if sender.begin_step(pages):
+        if sender.begin_step(pages, ready):
             self._senders.append(sender)
 
     def wait_until(self, threshold: int) -> None:
@@ -218,5 +223,16 @@ def announce(scheduler: Any, request: Any, *, may_leave: bool) -> None:
     if stop <= start or start < request.prefix_len - request.prefix_len % page_tokens:
         return
     rows = scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx, start:stop]
-    places = np.asarray(allocator.translate_kv_indices_for_transfer(rows).cpu())
-    steps.announce(sender, places[::page_tokens] // page_tokens)
+    places = allocator.translate_kv_indices_for_transfer(rows)
+    steps.announce(sender, *_on_host(places[::page_tokens] // page_tokens))
+
+
+def _on_host(numbers: Any) -> tuple[NDArray[Any], DeviceEvent | None]:
+    """Copies numbers from the device, for which the scheduler does not wait: they are there after the event."""
+    if not numbers.is_cuda:
+        return np.asarray(numbers), None
+    import torch
+
+    copied = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    copied.copy_(numbers, non_blocking=True)
+    return copied.numpy(), _event()

@@ -100,6 +100,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
         self.place = placement_of(self, get_parallel())
+        # SGLang's sender compares it with the room, or registers it; with plain --dp-size SGLang itself has 0 everywhere.
+        self.attn_dp_rank = self.place.coordinates.dp_rank
         self.is_dummy_cp_rank = False  # ranks that hold the same take turns: SGLang would have the first one send
         if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
             log.warning(

@@ -32,12 +32,14 @@ class _Step:
 
     Attributes:
         pages: page numbers.
+        ready: after it the device has written them; None if they are there.
         groups: what this rank has of them, once layers leave.
         left: how many ranges of layers of them have left.
         is_over: whether they have been handed in since.
     """
 
     pages: NDArray[Any]
+    ready: DeviceEvent | None
     groups: dict[str, GroupPages] | None = None
     left: int = 0
     is_over: bool = False
@@ -181,11 +183,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     # ---- layers of a step, which may leave before SGLang hands its pages in -------------------------------------
 
-    def begin_step(self, pages: NDArray[Any]) -> bool:
-        """Takes the pages that the next step will compute; returns whether layers of them may leave one by one."""
+    def begin_step(self, pages: NDArray[Any], ready: DeviceEvent | None) -> bool:
+        """Takes the pages that the next step will compute; see `StepSender.begin_step`."""
         if self._transfer is None or self._step is not None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return False
-        self._step = _Step(pages)
+        self._step = _Step(pages, ready)
         return True
 
     def layers_computed(self, ranges: int, event: DeviceEvent | None) -> None:
@@ -193,10 +195,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         step = self._step
         if step is None:
             return
-        if event is None:
+        events = [each for each in (step.ready, event) if each is not None]
+        if not events:
             self._send_layers(step, ranges, None)
         else:
-            self.kv_mgr.device_events.when(event, partial(self._send_layers, step, ranges))
+            self.kv_mgr.device_events.when(AllOf(events), partial(self._send_layers, step, ranges))
 
     def give_step_up(self, reason: str) -> None:
         """Ends the transfer if layers of the step have left."""
