@@ -50,7 +50,7 @@ class StepRequest(Request):
         self.sender.init(self.pages, self.aux_index)
 
     def begin_step(self) -> None:
-        self.steps.announce(self.sender, np.array(self.source[0]))
+        self.steps.announce(self.sender, np.array(self.source[0]), None)
 
     def compute(self, *layers: int) -> None:
         """Computes layers: each is written, and then read."""
@@ -119,7 +119,7 @@ def test_steps_of_one_prompt_follow_each_other(pair: Pair):
     request = StepRequest(pair, 1)
     pages = request.source[0]
     for given in (pages[:3], pages[3:5], pages[5:]):
-        request.steps.announce(request.sender, np.array(given))
+        request.steps.announce(request.sender, np.array(given), None)
         request.compute(0, 1, 2, 3)
         request.end(given)
     request.succeed()
@@ -146,7 +146,7 @@ def test_layers_wait_for_a_prefix_that_is_still_being_written(pair: Pair):
     prefix = DeviceEvent()
     request.sender._early_send_wait_event = prefix
     request.sender.send(np.array(request.source[0][:3], np.int32))
-    request.steps.announce(request.sender, np.array(request.source[0][3:]))
+    request.steps.announce(request.sender, np.array(request.source[0][3:]), None)
     request.compute(0, 1, 2, 3)
     time.sleep(0.1)
     assert request.arrived == [False] * 4

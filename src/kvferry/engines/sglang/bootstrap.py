@@ -29,7 +29,7 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
         """
         self._settings = settings = Settings()
         self._engine = new_engine_name(port)
-        self._registry = None if settings.registry_url is not None else _registry(settings, port)
+        self._registry = None if settings.registry_url is not None else _registry(settings, host, port)
         registry_port = self._registry.address[1] if self._registry else None
         self._routes = _Routes(host, port, Announcement(engine=self._engine, registry_port=registry_port))
 
@@ -67,10 +67,16 @@ class _Routes(CommonKVBootstrapServer):  # type: ignore[misc]
         return web.Response(body=msgspec.json.encode(self._announcement), content_type="application/json")
 
 
-def _registry(settings: Settings, bootstrap_port: int) -> RegistryServer:
-    """Starts a registry on a port of its own: a free one where none is chosen, as the default is SGLang's as well."""
-    if "registry_port" not in settings.model_fields_set:
-        settings = settings.model_copy(update={"registry_port": 0})
+def _registry(settings: Settings, host: str, bootstrap_port: int) -> RegistryServer:
+    """Starts a registry on a port of its own: a free one where none is chosen, as the default is SGLang's as well.
+
+    It listens where the bootstrap server does, under whose name it is asked, if ranks are reached from other machines.
+    """
+    unchosen: dict[str, object] = {"registry_port": 0}
+    if not settings.is_on_loopback:
+        unchosen["registry_host"] = host
+    chosen = settings.model_fields_set
+    settings = settings.model_copy(update={name: value for name, value in unchosen.items() if name not in chosen})
     registry = create_registry(settings)
     registry.start()
     if registry.address[1] != bootstrap_port:
@@ -81,6 +87,6 @@ def _registry(settings: Settings, bootstrap_port: int) -> RegistryServer:
             f"registry_port (KVFERRY_REGISTRY_PORT) is {bootstrap_port}, and so is --disaggregation-bootstrap-port: "
             "choose another for one of them"
         )
-    other = _registry(settings, bootstrap_port)
+    other = _registry(settings, host, bootstrap_port)
     registry.close()
     return other

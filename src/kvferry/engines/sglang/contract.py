@@ -120,6 +120,7 @@ _MANAGER: tuple[Line, ...] = (
             *("attn_tp_rank", "attn_tp_size", "pp_rank", "pp_size", "attn_dp_rank", "system_dp_rank", "system_dp_size"),
             *("attn_cp_rank", "attn_cp_size", "attn_dp_size", "kv_shard_rank", "kv_shard_size"),
             *("dist_init_addr", "bootstrap_host", "bootstrap_port", "enable_deferred_decode_kv_release", "_zmq_ctx"),
+            "server_socket",
         ),
         "our manager reads what it sets",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -27,9 +27,11 @@ from kvferry import (
     RankCoordinates,
     RankLayout,
     Receiver,
+    TransferState,
 )
 from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.fingerprint import CacheIdentity
+from kvferry.engines.sglang import stock
 from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.device_events import DeviceEvents
@@ -50,7 +52,14 @@ from kvferry.engines.sglang.prefill_server import PrefillServer, described, http
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.engines.sglang.weights import Weights
-from kvferry.errors import IncompatiblePeerError, TransferError, UsageError
+from kvferry.errors import (
+    IncompatiblePeerError,
+    RegistryError,
+    RegistryUnreachableError,
+    TransferError,
+    UnknownRoomError,
+    UsageError,
+)
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -70,6 +79,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         place: where the rank stands.
         groups: what it caches is in pages, or slots, of these groups.
         is_hisparse: whether sparse attention reads from host memory: `host` and `decode` receive a request together.
+        stock_peers: answers decode servers without kvferry, on a prefill rank.
     """
 
     supports_deferred_decode_kv_release = True
@@ -100,7 +110,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
         self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
         self.place = placement_of(self, get_parallel())
-        # SGLang's sender compares it with the room, or registers it; with plain --dp-size SGLang itself has 0 everywhere.
+        # SGLang's sender compares it with the room, or registers it: with plain --dp-size it is 0 on every replica.
         self.attn_dp_rank = self.place.coordinates.dp_rank
         self.is_dummy_cp_rank = False  # ranks that hold the same take turns: SGLang would have the first one send
         if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
@@ -157,8 +167,15 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._connections: dict[tuple[str, int], Future[None]] = {}  # by engine and data-parallel rank
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()  # senders or receivers, by room
         self._private = itertools.count(-2, -1)  # numbers that no room has
+        self._stock_aborts = ThreadPoolExecutor(1, "kvferry-sglang-stock")  # a decode rank's
         self._receivers: dict[int, Receiver | JointReceiver] = {}
         self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
+        self.stock_peers: stock.StockPeers | None = None
+        if disaggregation_mode is DisaggregationMode.PREFILL:
+            end = None if self._settings.has_secret else self._end_unopened
+            self.stock_peers = stock.StockPeers(
+                self._zmq_ctx, self.server_socket, self._settings.bootstrap_timeout_s, end
+            )
 
     # ---- the endpoint, which lives as long as the caches are in memory -------------------------------------------
 
@@ -210,14 +227,26 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.device_events.close()
         for endpoint in self._endpoints:
             endpoint.close()
+        self._stock_aborts.shutdown(wait=False, cancel_futures=True)
         if self.look_ups is not None:
             self.look_ups.close()
         recomputing = getattr(self, "_prefill_recompute_executor", None)  # SGLang's, on a decode rank
         if recomputing is not None:
             recomputing.shutdown(wait=False, cancel_futures=True)
-        # SGLang's manager has a socket that nothing here uses. Left to the garbage collector, a context can wait for
-        # its socket for ever, in whatever thread it is collected.
+        if self.stock_peers is not None:
+            self.stock_peers.close()
+        # Left to the garbage collector, a context can wait for its socket for ever, in whatever thread it is collected.
         self._zmq_ctx.destroy(linger=0)
+
+    def _end_unopened(self, room: int, reason: str) -> bool:
+        """Ends a room that no decode rank has opened; returns whether there is one of that number. On any thread."""
+        try:
+            sender = self.prefill.sender(room)
+        except UnknownRoomError:
+            return False
+        if sender.state is TransferState.BOOTSTRAPPING:
+            sender.abort(reason)
+        return True
 
     @property
     def is_on_device(self) -> bool:
@@ -346,7 +375,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             reason: why, in words.
         """
         server = self._servers.get(bootstrap_address)
-        if server is not None:
+        if server is not None and not server.engine:
+            self._stock_aborts.submit(stock.abort, self._zmq_ctx, bootstrap_address, server.info, room, prefill_dp_rank)
+        elif server is not None:
             self.decode.refuse(room, reason, engine=server.engine, prefill_dp_rank=prefill_dp_rank)
 
     def forget_prefill(self, bootstrap_address: str) -> None:
@@ -378,16 +409,28 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     def _look_up(self, address: str) -> PrefillServerInfo:
         """Looks up the prefill server behind a bootstrap server. Runs in the background."""
-        announcement = ask(address)
-        info = described(address)
-        self._directory.add(announcement.engine, registry_url(address, announcement, self.decode.settings), address)
+        engine, refusal = "", None
+        try:
+            announcement = ask(address)
+        except RegistryUnreachableError:
+            raise
+        except RegistryError as error:
+            try:
+                info = described(address)
+            except RegistryError:
+                raise error from None
+            refusal = str(error)  # a server of SGLang's, without kvferry
+        else:
+            engine, info = announcement.engine, described(address)
+            self._directory.add(engine, registry_url(address, announcement, self.decode.settings), address)
         self._servers[address] = PrefillServer(
-            engine=announcement.engine,
+            engine=engine,
+            info=info,
             http_url=http_url(address, info),
             attn_tp_size=info.attn_tp_size,
             page_tokens=info.page_size,
             is_divided=info.pp_size > 1 or getattr(info, "enable_kv_cache_sharding", False),
-            refusal=self._refusal(info, address),
+            refusal=refusal or self._refusal(info, address),
         )
         return info
 

@@ -21,7 +21,8 @@ class PrefillServer:
     """What a decode rank has looked up of a prefill server.
 
     Attributes:
-        engine: its name.
+        engine: its name; empty if it does not run kvferry.
+        info: what its bootstrap server says of it.
         http_url: where it takes requests; None if it does not say.
         attn_tp_size: how many tensor-parallel ranks it has.
         page_tokens: tokens in its pages; None if it does not say.
@@ -30,6 +31,7 @@ class PrefillServer:
     """
 
     engine: str
+    info: PrefillServerInfo
     http_url: str | None
     attn_tp_size: int
     page_tokens: int | None

@@ -119,6 +119,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             return
         if self.kv_mgr.request_status.get(room) == KVPoll.Failed:  # SGLang has refused it
             self._transfer.abort(self.kv_mgr.failure_records.get(room, "SGLang refused the request"))
+        elif self.kv_mgr.stock_peers is not None and (reason := self.kv_mgr.stock_peers.take(room)):
+            self._transfer.abort(reason)
 
     def _refuse(self, reason: str) -> None:
         self.kv_mgr.prefill.refuse(self.bootstrap_room, reason)
