@@ -49,6 +49,11 @@ def address_towards_registry(settings: Settings) -> str | None:
     return next((found for family, address in ways if (found := source_address(family, address))), None)
 
 
+def default_address() -> str | None:
+    """Returns the address of this machine that packets leave from by the default route; None without one."""
+    return next((found for family, address in _OF_NOBODY.items() if (found := source_address(family, address))), None)
+
+
 def source_address(family: socket.AddressFamily, address: str) -> str | None:
     """Returns the address of this machine that packets to an address leave from; None without a route.
 

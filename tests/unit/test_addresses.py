@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from kvferry import addresses
-from kvferry.addresses import address_towards_registry, source_address, with_found_address
+from kvferry.addresses import address_towards_registry, default_address, source_address, with_found_address
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
 
@@ -77,3 +77,9 @@ def test_an_address_that_peers_cannot_use_is_none(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket.socket, "connect", lambda *_: None)
     monkeypatch.setattr(socket.socket, "getsockname", lambda _: (left_from, 9))
     assert source_address(socket.AF_INET, "10.0.0.9") is None
+
+
+def test_the_default_route_has_an_address(monkeypatch: pytest.MonkeyPatch):
+    assert default_address() == "10.0.0.8"
+    monkeypatch.setattr(addresses, "source_address", lambda *_: None)
+    assert default_address() is None

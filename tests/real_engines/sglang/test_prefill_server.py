@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.answers import Answer
+from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.sglang import prefill_server
+from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.prefill_server import described
 from kvferry.errors import RegistryError
 
@@ -41,3 +43,25 @@ def test_what_is_not_understood_is_a_problem_of_that_server(monkeypatch: pytest.
         RegistryError, match="the bootstrap server at prefill:8998 says of its server is not understood"
     ):
         described("prefill:8998")
+
+
+@pytest.mark.parametrize(
+    ("variables", "listens_at"),
+    [
+        ({}, "127.0.0.1"),
+        ({"HOST": "192.0.2.7"}, "0.0.0.0"),
+        ({"HOST": "192.0.2.7", "REGISTRY_HOST": "127.0.0.3"}, "127.0.0.3"),
+    ],
+)
+def test_the_registry_is_reached_as_the_bootstrap_server_is(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], listens_at: str
+):
+    """So that one address is all that a prefill server of a cluster is told."""
+    for name, value in {"ALLOW_UNAUTHENTICATED": "1", **variables}.items():
+        monkeypatch.setenv(f"KVFERRY_{name}", value)
+    server = KVFerryBootstrapServer("0.0.0.0", *free_ports(1))
+    try:
+        assert server._registry is not None
+        assert server._registry.address[0] == listens_at
+    finally:
+        server.close()

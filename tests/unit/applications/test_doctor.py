@@ -58,9 +58,21 @@ def test_a_misspelled_setting_is_named_with_the_right_one():
     assert finding.remedy == "did you mean KVFERRY_REGISTRY_URL?"
 
 
-def test_loopback_is_said():
-    found = list(configuration.addresses(Settings()))
-    assert "only this machine can reach it" in found[0].what
+@pytest.mark.parametrize("address", ["10.0.0.5", None])
+def test_loopback_is_said_and_what_other_machines_need(monkeypatch: pytest.MonkeyPatch, address: str | None):
+    monkeypatch.setattr(configuration, "default_address", lambda: address)
+    said = next(iter(configuration.addresses(Settings()))).what
+    assert "only this machine can reach it" in said
+    assert f"KVFERRY_HOST={address or 'an address of this machine'} is enough" in said
+    assert "KVFERRY_SECRET_FILE" in said
+    assert "KVFERRY_ALLOW_UNAUTHENTICATED=1" in said
+
+
+def test_a_secret_is_said():
+    found = [
+        each for each in configuration.addresses(Settings(host="192.0.2.7", secret="s" * 20)) if each.about == "secret"
+    ]
+    assert [each.severity for each in found] == [Severity.GOOD]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import difflib
 import socket
 from collections.abc import Iterator, Mapping
 
-from kvferry.addresses import with_found_address
+from kvferry.addresses import default_address, with_found_address
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import PREFIX, SECRETS, Settings, is_loopback, is_wildcard
@@ -55,7 +55,13 @@ def addresses(settings: Settings) -> Iterator[Finding]:
             "(KVFERRY_ADVERTISE_HOST is not set)",
         )
     elif is_loopback(advertised):
-        yield good("addresses", f"peers are told {advertised}: only this machine can reach it (KVFERRY_HOST)")
+        here = default_address() or "an address of this machine"
+        yield good(
+            "addresses",
+            f"peers are told {advertised}: only this machine can reach it (KVFERRY_HOST). For others "
+            f"KVFERRY_HOST={here} is enough, with a secret (KVFERRY_SECRET_FILE), or, in a network of friends alone, "
+            "with KVFERRY_ALLOW_UNAUTHENTICATED=1",
+        )
     else:
         yield from _is_ours(advertised)
     if not settings.has_secret and not is_loopback(settings.host):
@@ -64,6 +70,8 @@ def addresses(settings: Settings) -> Iterator[Finding]:
             f"everyone who reaches {settings.host} may read and write caches (KVFERRY_ALLOW_UNAUTHENTICATED)",
             "give all ranks and the registry one secret: KVFERRY_SECRET_FILE",
         )
+    elif not is_loopback(settings.host):
+        yield good("secret", "peers and whoever asks the registry must have the same secret as this rank")
     for what, host, port in _ports(settings):
         yield _port(what, host, port)
 
