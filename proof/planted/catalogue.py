@@ -1490,4 +1490,18 @@ CATALOGUE = (
         "skipped = first - pages.start",
         "tests/unit/engines/test_vllm_outgoing.py",
     ),
+    PlantedFault(
+        "SGLang: a name of the hub's is taken for other weights than its directory",
+        "engines/sglang/identity.py",
+        "    directory = model_directory(path, revision, cache)",
+        "    directory = None",
+        "tests/unit/engines/test_sglang_identity.py",
+    ),
+    PlantedFault(
+        "SGLang's scheduler waits for the page numbers of every step",
+        "engines/sglang/layer_steps.py",
+        "    if not numbers.is_cuda:\n        return np.asarray(numbers), None\n",
+        "    return np.asarray(numbers.cpu()), None\n",
+        "tests/unit/engines/test_sglang_layer_steps.py",
+    ),
 )
