@@ -45,7 +45,7 @@ OPTIONS: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "dtype": "float32",
     "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,  # a prefill engine with it asks for events of CUDA's, on a CPU as well
+    "disable_overlap_schedule": True,  # a prefill engine asks for events of CUDA's; those of a `Pair` get others
     "skip_tokenizer_init": True,
     "sleep_on_idle": True,  # else each scheduler takes a core of those that work
     "page_size": 16,

@@ -29,6 +29,7 @@ class Pair:
         environment: Mapping[str, str] | None = None,
         spawns: bool = False,
         page_sizes: tuple[int, int] = (16, 16),
+        of_prefill: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         """Begins to start both.
@@ -36,15 +37,18 @@ class Pair:
         Args:
             spawns: see `Shape`.
             page_sizes: tokens in a page of the prefill and of the decode engine.
-            options: of SGLang's, of both engines.
+            of_prefill: options of SGLang's, of the prefill engine alone.
+            options: likewise, of both engines, whose steps overlap if they do not say otherwise.
         """
         self.tampering = Tampering(directory)
         (self.port,) = free_ports(1)
-        self._model, self._backend, self._options = model, backend, options
+        self._model, self._backend = model, backend
+        self._options = {"disable_overlap_schedule": False, **options}
+        self._of_prefill = of_prefill or {}
         self._environment = {**self.tampering.environment, **(environment or {})}
         self._spawns = spawns
         self._prefill_page, decode_page = page_sizes
-        self.prefill = self._begin_prefill()
+        self.prefill = self.begin_prefill()
         self.decode = self.begin_decode(page_size=decode_page)
 
     def _begin(self, mode: str, *, model: Path | None = None, **options: Any) -> EngineProcess:
@@ -52,16 +56,19 @@ class Pair:
         path = (self.tampering.directory,)
         return EngineProcess(Shape(model or self._model, given, self._environment, path, self._spawns))
 
-    def _begin_prefill(self) -> EngineProcess:
-        return self._begin("prefill", chunked_prefill_size=128, page_size=self._prefill_page)
+    def begin_prefill(self, **options: Any) -> EngineProcess:
+        """Begins to start a prefill engine, with other options than those of both."""
+        more = {"chunked_prefill_size": 128, "page_size": self._prefill_page, **self._of_prefill, **options}
+        return self._begin("prefill", **more)
 
     def begin_decode(self, model: Path | None = None, **options: Any) -> EngineProcess:
         """Begins to start a decode engine, with another model or other options than those of both."""
         return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True, **options)
 
     def started(self) -> Pair:
-        self.prefill.started()
-        self.decode.started()
+        """Waits until both serve, and makes sure that caches are told apart."""
+        refuse_another_prompt(self.prefill.started(), self.decode.started(), self.port)
+        self.tampering.forget()
         return self
 
     def submit(self, given: Sequence[Sequence[int]], tokens: int = TOKENS) -> list[int]:
@@ -92,11 +99,21 @@ class Pair:
 
     def restart_prefill(self) -> None:
         """In the place of one that was killed."""
-        self.prefill = self._begin_prefill().started()
+        self.prefill = self.begin_prefill().started()
 
     def close(self) -> None:
         self.prefill.close()
         self.decode.close()
+
+
+def refuse_another_prompt(prefill: EngineProcess, decode: EngineProcess, port: int) -> None:
+    """Another prompt on the prefill side never becomes an answer: the negative control of every pair."""
+    rooms = [next(ROOMS)]
+    for engine, seed in ((prefill, 9001), (decode, 9002)):
+        engine.submit(prompts(seed, 1, shortest=100), TOKENS, rooms=rooms, port=port)
+    (told,), (refused,) = prefill.outputs(), decode.outputs()
+    assert refused.tokens == (), "another prompt became an answer"
+    assert ["another prompt" in (each.error or "") for each in (told, refused)] == [True, True], (told, refused)
 
 
 def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -> None:
@@ -131,6 +148,7 @@ def check_stages(model: Path, undivided: EngineProcess, side: str) -> None:
             engine.submit(given, TOKENS, rooms=rooms, port=port)
         prefill.outputs()
         assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
+        refuse_another_prompt(prefill, decode, port)
     finally:
         prefill.close()
         decode.close()

@@ -45,6 +45,11 @@ class Tampering:
         """Nothing goes wrong any more."""
         (self.directory / "fault").write_text("")
 
+    def forget(self) -> None:
+        """Forgets what was written down of requests."""
+        for what in ("submitted", "asked", "compared"):
+            (self.directory / f"{what}.jsonl").unlink(missing_ok=True)
+
     def said(self, what: str) -> list[dict[str, Any]]:
         """What was written down."""
         file = self.directory / f"{what}.jsonl"
@@ -86,6 +91,14 @@ def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
     page_tokens: int = scheduler.token_to_kv_pool_allocator.page_size
     tokens: int = len(req.origin_input_ids) - req.kv.cache_protected_len
     return -(-tokens // page_tokens)
+
+
+def let_steps_overlap_on_cpus() -> None:
+    """Gives SGLang, which asks for CUDA's events wherever it is, those of a CPU, for which nobody need wait."""
+    import torch
+
+    if not torch.cuda.is_available():
+        torch.cuda.Event = torch.cpu.Event  # type: ignore[misc, assignment]
 
 
 def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
@@ -153,6 +166,7 @@ def register() -> None:
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
     let_checksums_run_on_cpus(note)
+    let_steps_overlap_on_cpus()
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
         lambda _, scheduler, *__, **___: watch_tokens(scheduler, note),
