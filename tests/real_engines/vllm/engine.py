@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.real_engines.alone import check_alone
+from tests.real_engines.vllm.asynchronous import schedule_asynchronously
 
 START_S = 400.0
 ANSWER_S = 120.0
@@ -53,6 +54,7 @@ class Shape:
         beside: connectors that stand beside it in a MultiConnector, as vLLM's configuration has them; None for none.
         before: those that stand before it there.
         kernel_tokens: into pages of how many tokens a kernel divides blocks, as GPU kernels do; 0 for pages of a block.
+        is_asynchronous: whether it schedules a step before it knows what the one before has generated.
         lacks: what its vLLM's interface of connectors has not got, as if it had been renamed.
         log: where all that its process prints goes, vLLM's own log among it; None for where ours goes.
     """
@@ -78,6 +80,7 @@ class Shape:
     beside: tuple[Mapping[str, Any], ...] | None = None
     before: tuple[Mapping[str, Any], ...] = ()
     kernel_tokens: int = 0
+    is_asynchronous: bool = False
     lacks: str = ""
     log: Path | None = None
 
@@ -166,7 +169,8 @@ class _Engine:
 
     def step(self) -> bool:
         """Steps if there is anything to do; whether there was."""
-        if self.faults.holds_steps() or not self.scheduler.has_requests():
+        core = self.engine.engine_core.engine_core
+        if self.faults.holds_steps() or not (self.scheduler.has_requests() or core.batch_queue):
             return False
         outputs = self.engine.step()
         if not outputs:
@@ -234,6 +238,15 @@ class _Engine:
         """Hands a request in that ends before a step computes any of it."""
         self.submit(name, prompt, 1, parameters)
         self.abort(name)
+
+    def submit_and_preempt(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
+        """Hands a request in that loses its blocks when its last step is queued, and its token is not yet there."""
+        self.submit(name, prompt, 1, parameters)
+        (request,) = self.scheduler.requests.values()
+        while request.num_computed_tokens < request.num_prompt_tokens:
+            self.step()
+        assert self.scheduler.running == [request], "the engine schedules no step ahead: the test shows nothing"
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -545,6 +558,8 @@ def _run(pipe: Connection, shape: Shape) -> None:
             delattr(KVConnectorBase_V1, shape.lacks)
         if shape.kernel_tokens:
             _divide_blocks(shape.kernel_tokens)
+        if shape.is_asynchronous:
+            schedule_asynchronously()
         engine = _Engine(shape)
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -45,8 +45,9 @@ class Engines:
         return self._begun[name]
 
     def prefill(self, name: str, **changes: Any) -> EngineProcess:
-        """A prefill engine."""
-        return self._begun.get(name) or self.begin(name, role="kv_producer", **changes)
+        """A prefill engine. It schedules asynchronously unless that is changed, as GPUs do."""
+        changes = {"role": "kv_producer", "is_asynchronous": True, **changes}
+        return self._begun.get(name) or self.begin(name, **changes)
 
     def decode(self, name: str, **changes: Any) -> EngineProcess:
         """A decode engine."""

@@ -409,6 +409,41 @@ def test_requests_that_are_preempted_while_they_are_sent_end_well_or_are_compute
     assert pair.free_blocks() == free
 
 
+def test_a_request_that_is_preempted_after_its_last_step_was_scheduled_is_computed_and_sent_again(engines: Engines):
+    """Weights that are changed, or a pool that is full, take its blocks while the step that fills them is queued."""
+    pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
+    free, each, before = pair.free_blocks(), prompts(19, 3, shortest=300), pair.received
+    outputs = []
+    for number, prompt in enumerate(each):
+        name, begun_at = f"taken-{number}", time.monotonic()
+        pair.prefill.ask("submit_and_preempt", name, prompt, {"do_remote_decode": True})
+        pair.decode.submit(name, prompt, COUNT, pair.prefill.output(name).parameters)
+        outputs.append(pair.decode.output(name, ENDS_S))
+        assert pair.free_blocks() == free
+        assert time.monotonic() - begun_at < ENDS_S
+    are_as_alone(engines, each, outputs)
+    assert pair.received - before == len(each), "prompts were computed on the decode side"
+
+
+def test_a_request_whose_pages_are_read_when_it_is_preempted_ends_on_both_sides(engines: Engines):
+    """The decode engine has asked for it, so that pages leave as they are computed."""
+    pair = Pair(
+        engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode-recompute", policy="recompute")
+    )
+    free, each = pair.free_blocks(), prompts(20, 3, shortest=300)
+    outputs = []
+    for number, prompt in enumerate(each):
+        name, room, begun_at = f"taken-at-once-{number}", 2_000_000 + number, time.monotonic()
+        there = {"do_remote_prefill": True, "remote_engine_id": pair.prefill.shape.name, ROOM: room}
+        pair.decode.submit(name, prompt, COUNT, there)
+        pair.prefill.ask("submit_and_preempt", name, prompt, {"do_remote_decode": True, ROOM: room})
+        pair.prefill.output(name)
+        outputs.append(pair.decode.output(name, ENDS_S))
+        assert pair.free_blocks() == free
+        assert time.monotonic() - begun_at < ENDS_S
+    are_as_alone(engines, each, outputs)
+
+
 def test_two_hundred_requests_leave_every_block_free(both: Pair):
     free = both.free_blocks()
     for batch in range(10):

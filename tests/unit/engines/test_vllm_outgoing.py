@@ -206,6 +206,17 @@ def test_what_has_left_before_a_preemption_is_not_sent_twice(outgoing: OutgoingR
     assert not sender.aborted
 
 
+def test_a_preemption_after_all_has_left_changes_nothing(outgoing: OutgoingRequests):
+    """The other ranks of the engine may not be so far: vLLM computes it again, and here it is of no use."""
+    sender = Sender(TransferState.TRANSFERRING)
+    add(outgoing, sender, 0, 7, 8, last=True)
+    outgoing.preempt({"r"})
+    add(outgoing, sender, 0, 17, 18)
+    add(outgoing, sender, 2, last=True)
+    assert sender.handed_in == [({"kv": (0, [7, 8])}, True)]
+    assert not sender.aborted
+
+
 def test_a_preemption_while_pages_are_read_fails_the_request(outgoing: OutgoingRequests):
     """Whoever gets the blocks writes to them at once."""
     sender = Sender(is_at_rest=False)

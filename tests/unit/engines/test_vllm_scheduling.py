@@ -179,6 +179,38 @@ class TestSending:
         assert scheduler.step(request, 4).send[0].groups == {"full": GroupBlocks(0, (200,))}
         assert scheduler.step(request, 10).send[0].groups == {"full": GroupBlocks(1, (201, 202, 203))}
 
+    def test_a_request_preempted_after_its_last_blocks_were_handed_over_is_sent_again(self):
+        """With asynchronous scheduling the step that computes them may not be over when vLLM takes the blocks."""
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        assert scheduler.step(request, 14).send[0].is_last
+        request.num_computed_tokens = 0
+        assert scheduler.step(preempted=("r",)).preempted == {"r"}
+        scheduler.allocate(request, first=200)
+        (sent,) = scheduler.step(request, 14).send
+        assert (sent.groups, sent.is_last) == ({"full": GroupBlocks(0, (200, 201, 202, 203))}, True)
+        keeps, parameters = scheduler.side.finished(request, is_aborted=False)
+        assert keeps
+        assert parameters is not None
+
+    def test_a_preempted_request_that_ends_before_it_is_computed_again_is_given_up_and_not_answered(self):
+        """Its blocks are another's by then."""
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 14)
+        scheduler.step(preempted=("r",))
+        assert scheduler.side.finished(request, is_aborted=False) == (True, None)
+        assert scheduler.step().give_up == {"r": "the request ended on the prefill side before all of it was computed"}
+
+    def test_a_request_that_is_preempted_and_aborted_between_two_steps_leaves_nothing(self):
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 14)
+        assert scheduler.side.finished(request, is_aborted=True) == (True, None)
+        assert scheduler.step(preempted=("r",)).preempted == {"r"}
+        scheduler.side.reported(["r"], [])
+        assert not scheduler.side._unfinished
+
     def test_preemption_of_others_is_nothing_to_tell(self):
         assert Scheduler().step(preempted=("other",)).preempted == set()
 

@@ -91,6 +91,7 @@ class _Request:
         handed_in: by group, how many pages of the request have left, those before the first included.
         known: likewise, those that wait included.
         is_kept: whether vLLM is done with it and keeps its blocks for the transfer.
+        is_through: whether its last pages have left. After a preemption they come again all the same.
     """
 
     sender: Sender
@@ -100,12 +101,13 @@ class _Request:
     handed_in: dict[str, int] = field(default_factory=dict)
     known: dict[str, int] = field(default_factory=dict)
     is_kept: bool = False
+    is_through: bool = False
 
     def add(self, groups: Mapping[str, PagesToSend], *, last: bool) -> _Batch:
         """Adds the pages of a step, but for those that are known: after a preemption some come again."""
         new = {name: _from(pages, self.known.get(name, 0)) for name, pages in groups.items()}
         batch = _Batch({name: pages for name, pages in new.items() if len(pages.pages)}, last)
-        if batch.groups or last:
+        if batch.groups or (last and not self.is_through):
             self.waiting.append(batch)
         self.known |= batch.stops
         return batch
@@ -172,6 +174,7 @@ class _Request:
             if batch.left == self.ranges:
                 self.waiting.popleft()
                 self.handed_in |= batch.stops
+                self.is_through |= batch.is_last
 
 
 def _from(pages: PagesToSend, first: int) -> PagesToSend:

@@ -33,6 +33,8 @@ _SHORTENED = "_p_side_truncated"
 """In a request's parameters: its prompt has been cut. vLLM's NIXL connector marks so what it has cut, and looks for it,
 so that beside each other (MultiConnector) the two cut once."""
 
+_ENDED = "ended on the prefill side before"
+
 
 class Block(Protocol):
     """A block of vLLM's; a null one stands for a block that is not kept."""
@@ -83,7 +85,7 @@ class _Sending:
     Attributes:
         next_blocks: by group, the position of the first block that the workers have not got yet.
         is_begun: whether the workers have got any.
-        is_complete: whether they have got all.
+        is_complete: whether they have got all, of steps that may be queued and not computed: a preemption undoes it.
         kept: blocks that vLLM would give away though they are still being read.
         depends_on: digests of what its cache depends on.
     """
@@ -370,6 +372,9 @@ class SchedulerSide:
             if sending is not None:
                 step.preempted.add(name)
                 sending.next_blocks.clear()
+                # All is computed again, and given to the workers again: they know what they still lack.
+                sending.is_complete = False
+                self._unfinished[name] = sending
         for name, sending in list(self._unfinished.items()):
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
@@ -438,7 +443,8 @@ class SchedulerSide:
             self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
         if is_aborted or not sending.is_complete:
-            self._step.give_up[name] = "the request was aborted on the prefill side"
+            how = "was aborted on the prefill side" if is_aborted else f"{_ENDED} all of it was computed"
+            self._step.give_up[name] = f"the request {how}"
             return True, None
         return True, self._answer(sending.params, name, sending.tokens)
 
@@ -474,7 +480,7 @@ class SchedulerSide:
         if params is None or not params.is_known:
             return
         if is_first or self._sent_choices.get(_send_key(request, params)) is None:
-            self._step.refuse[params.room] = "the request ended on the prefill side before any of it was computed"
+            self._step.refuse[params.room] = f"the request {_ENDED} any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
         """Takes the requests that the workers are done with.
@@ -485,6 +491,7 @@ class SchedulerSide:
             failed: those of them that did not come.
         """
         for name in sent:
+            self._unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
             sending = self._sending.pop(name, None)
             if sending is not None and sending.kept:
                 assert self._pool is not None
