@@ -14,7 +14,7 @@ from proof.simulation.circumstances import WAITS
 from proof.simulation.laws import Law, demand
 from proof.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from proof.simulation.processes import Process
-from proof.simulation.requests import Computing, RankSide, ReceiveSide, SendSide, new_request
+from proof.simulation.requests import Computing, RankSide, ReceiveSide, Request, SendSide, new_request
 from proof.simulation.universe import Universe
 from proof.simulation.users_code import UsersCode
 
@@ -43,13 +43,18 @@ class Callers:
         # Chances of their own, so that other requests are as they were without them.
         self._refusing = random.Random(f"{world.seed} which are refused")
         self._prompts = random.Random(f"{world.seed} which prompts differ")
+        self._queues = random.Random(f"{world.seed} which are queued")
 
     def act(self) -> bool:
         """A caller does something."""
         todo: list[RankSide | None] = []  # a side on which something is to be done, or None for a new request
         if self.coming and not self._world.is_ending and self._world.now >= self._next_comes_at:
             todo.append(None)
-        todo += [side for side in self._unfinished if not side.is_released and side.process.takes_work]
+        todo += [
+            side
+            for side in self._unfinished
+            if not (side.is_released or self._is_queued(side)) and side.process.takes_work
+        ]
         if not todo:
             return False
         side = self._world.order.choice(todo)
@@ -115,6 +120,24 @@ class Callers:
             side = self._refusing.choice(request.sides)
             side.is_refusing = True
             request.excused(f"{side.process.name} refuses")
+        if self._queues.random() < self._world.circumstances.odds.get("queue", 0.0):
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
+        """Has a request wait on the decode side for longer than the prefill side would wait for it."""
+        until = self._world.now + WAITS.bootstrap_s * (1.0 + self._queues.random())
+        for side in request.receivers:
+            endpoint = side.process.endpoint
+            if not side.is_released and side.process.takes_work:
+                assert isinstance(endpoint, DecodeEndpoint)
+                endpoint.expect(request.room, engine=request.prefill)
+                side.queued_until = until
+        self._world.outcomes["trouble: queue"] += 1
+        self._world.note("%s waits until %.3f", request, until)
+
+    def _is_queued(self, side: RankSide) -> bool:
+        is_waiting = isinstance(side, ReceiveSide) and self._world.now < side.queued_until
+        return is_waiting and not self._world.is_ending
 
     def _refuse(self, side: RankSide) -> None:
         endpoint, room, reason = side.process.endpoint, side.request.room, "the simulation refuses it"

@@ -38,6 +38,7 @@ _DRAWN_APART: Mapping[str, tuple[float, float]] = {
     "another prompt": (1.0, 1 / 64),
     "change callback": (1 / 16, 0.5),
     "ready": (1 / 16, 0.3),
+    "queue": (1 / 16, 0.4),
 }
 """By kind, the share of worlds that have it, and the share of their requests that meet it."""
 

@@ -88,6 +88,7 @@ LOSES_NOTHING = frozenset(
         "another prompt",
         "change callback",
         "ready",
+        "queue",
         "raising post",
         "measuring write",
     }
@@ -322,6 +323,8 @@ class Inspector:
             if side.process.thaws_at is not None or transfer.state is not side.state:
                 side.state, side.held_since = transfer.state, self._world.now
                 side.longest_s = _LONGEST_S[SenderState if isinstance(side, SendSide) else ReceiverState, side.state]
+                if isinstance(side, SendSide) and side.state is TransferState.BOOTSTRAPPING:
+                    side.longest_s += max(0.0, side.request.queued_until - self._world.now)
                 continue
             since, longest_s = side.held_since, side.longest_s
             if transfer.state is TransferState.FAILED:

@@ -48,6 +48,8 @@ def _of_decode(endpoint: DecodeEndpoint, kept: Collection[int]) -> Iterator[str]
     used = [link for link, through in rooms.links.rooms_of.items() if any(room.room not in kept for room in through)]
     if rooms.open.keys() - set(kept) or used:
         yield f"{endpoint.open_rooms} rooms, through {len(rooms.links.rooms_of)} links"
+    if rooms.expected.rooms:
+        yield f"rooms that are expected: {sorted(rooms.expected.rooms)}"
     if rooms.links.are_awaited:
         yield "a caller that waits for a link"
     if driver.context.settling:

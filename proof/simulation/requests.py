@@ -120,6 +120,7 @@ class ReceiveSide(RankSide):
         first_token: with which its pages begin.
         count: how many pages it needs.
         receiver: once its caller has opened the room.
+        queued_until: when its caller has pages for it, at the earliest; until then the prefill side is to keep it.
         generation: of its room.
         is_checked: whether its success was seen.
     """
@@ -128,6 +129,7 @@ class ReceiveSide(RankSide):
     first_token: int
     count: int
     receiver: Receiver | None = None
+    queued_until: float = 0.0
     generation: int = -1
     is_checked: bool = False
 
@@ -191,6 +193,11 @@ class Request:
         """What a side says that its request's cache depends on."""
         is_other = on_prefill and self.is_another_prompt
         return {"prompt": b"another" if is_other else b"prompt %d" % self.number}
+
+    @property
+    def queued_until(self) -> float:
+        """When the decode side has pages for it on all ranks, at the earliest."""
+        return max(side.queued_until for side in self.receivers)
 
     @property
     def sides(self) -> list[RankSide]:

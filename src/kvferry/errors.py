@@ -33,6 +33,7 @@
     |-- ObserveError                metrics and status cannot be served, or asked for
     `-- TransferError               how a transfer ended, if not well
         |-- TransferAbortedError    one side called abort
+        |   `-- TransferRefusedError    or refused the room before it began
         |-- TransferTimeoutError    a deadline passed
         |-- ChecksumError           what arrived is not what was sent; says where
         `-- TransferFailedError     something failed; `__cause__` is the original exception where it arose here
@@ -196,6 +197,10 @@ class TransferAbortedError(TransferError):
     """One of the two sides aborted the transfer."""
 
 
+class TransferRefusedError(TransferAbortedError):
+    """One of the two sides refused the transfer before it began there."""
+
+
 class TransferTimeoutError(TransferError):
     """A deadline passed before the transfer was complete."""
 
@@ -205,4 +210,10 @@ class ChecksumError(TransferError):
 
 
 class TransferFailedError(TransferError):
-    """Something failed on the way. `__cause__` holds the original exception where it arose on this side."""
+    """Something failed on the way. `__cause__` holds the original exception where it arose on this side.
+
+    Attributes:
+        there: the name of the other side's error, where that has told of one; else empty.
+    """
+
+    there: str = ""

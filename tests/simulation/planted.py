@@ -65,6 +65,7 @@ from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.sender_events import (
     AwaitTurn,
     ReceiverOpened,
+    RoomExpected,
     SenderCommand,
     SenderEvent,
     SendFinish,
@@ -934,6 +935,20 @@ def _answered_in_the_newest_version(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SpokenVersions, "of", lambda spoken, decode_rank: spoken.mine.newest)
 
 
+def _queues_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SendingRooms, "expected", lambda rooms, numbers, now: None)
+
+
+def _queues_waited_for_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    """A room that was expected once waits for its decode rank for ever, dead or not."""
+    right = SenderMachine.handle
+
+    def handle(machine: SenderMachine, event: SenderEvent, now: float) -> list[SenderCommand]:
+        return right(machine, RoomExpected(now) if isinstance(event, RoomExpected) else event, now)
+
+    patch.setattr(SenderMachine, "handle", handle)
+
+
 PLANTED: dict[str, Plant] = {
     "no generation check": _no_generations,
     "pages released on abort without drain": _release_on_abort_without_drain,
@@ -1021,6 +1036,8 @@ PLANTED: dict[str, Plant] = {
     "older prefill ranks spoken to in the newest version": _spoken_to_in_the_newest_version,
     "older decode ranks answered in the newest version": _answered_in_the_newest_version,
     "drained with rooms open": _drained_with_rooms_open,
+    "a queue of the decode side is not waited for": _queues_not_waited_for,
+    "a queue is waited for though nobody speaks of it": _queues_waited_for_without_a_word,
 }
 
 
@@ -1053,6 +1070,8 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
     "drained with rooms open": frozenset({"leave"}),
+    "a queue of the decode side is not waited for": frozenset({"queue"}),
+    "a queue is waited for though nobody speaks of it": frozenset({"queue"}),
     "a post that raises is taken for nothing posted": frozenset({"raising post"}),
     "a silent connection is kept": frozenset({"silent line"}),
     "who does not answer is asked for ever": frozenset({"unproved end"}),

@@ -260,6 +260,7 @@ class DecodeDriver(Loop):
         if now >= self._next_ping_at:
             self._next_ping_at = now + self.context.settings.heartbeat_interval_s
             self.rooms.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
+            self.rooms.expected.say(now)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken
                 self.rooms.arrivals.take(now)
             self.rooms.repeat(now)

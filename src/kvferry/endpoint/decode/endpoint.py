@@ -139,6 +139,26 @@ class DecodeEndpoint(Endpoint):
             self._not_opened(receiver, error)
             raise
 
+    def expect(self, room: SupportsIndex, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
+        """Tells a prefill engine that a request waits here, which will open a room when it can have pages.
+
+        The engine keeps the request's cache until then, beyond bootstrap_timeout_s, and for as long after this rank was
+        last heard of. Call `open` or `refuse` in the end: nothing else takes it back. Returns at once and does no I/O,
+        and nothing once the endpoint is closed.
+
+        Args:
+            room: the request's number on both sides.
+            engine: the prefill engine's name.
+            prefill_dp_rank: the data-parallel group there that has the request.
+
+        Raises:
+            UsageError: if the number is out of range, or the process was forked from the endpoint's.
+            SettingsError: if no engine can have that name.
+            LayoutError: if prefill_dp_rank is negative.
+        """
+        self._check_process()
+        self._driver.rooms.expect(checked_room(room), LinkKey(engine, prefill_dp_rank))
+
     def refuse(self, room: SupportsIndex, reason: str, *, engine: str = "prefill", prefill_dp_rank: int = 0) -> None:
         """Tells a prefill engine that this rank will not open a room, for a caller that cannot.
 

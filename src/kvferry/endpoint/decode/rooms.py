@@ -12,6 +12,7 @@ from functools import partial
 from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.expected_rooms import ExpectedRooms
 from kvferry.endpoint.decode.heartbeats import Heartbeats
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
@@ -59,6 +60,7 @@ class ReceivingRooms:
         links: to prefill ranks.
         heartbeats: that keep these alive.
         refusals: of rooms that will not be opened.
+        expected: rooms that will be opened later.
         arrivals: what comes for rooms.
         is_closed: whether no more are opened.
         draining: whether new ones are taken.
@@ -76,6 +78,7 @@ class ReceivingRooms:
         self.links = Links(context, self.apply)
         self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
+        self.expected = ExpectedRooms(context, self.links)
         self.open: dict[int, ReceivingRoom] = {}
         # Those of them that have ended here, and may not have everywhere; and of these, those that hold no pages.
         self._ended: dict[ReceivingRoom, Repetition] = {}
@@ -153,6 +156,12 @@ class ReceivingRooms:
             if not self.is_closed:
                 self._context.submit(partial(self._refuse, room, key, reason))
 
+    def expect(self, room: int, key: LinkKey) -> None:
+        """Tells a prefill engine, soon and until then, that a room will be opened; see `DecodeEndpoint.expect`."""
+        with self._lock:
+            if not self.is_closed:
+                self._context.submit(partial(self.expected.add, room, key))
+
     def drain(self) -> None:
         """Aborts the rooms that have had their time, where the endpoint drains. May be called again."""
         if self.draining.is_overdue:
@@ -199,6 +208,7 @@ class ReceivingRooms:
         if self.open.get(room.room) is not room:
             return  # it has ended since
         self.refusals.forget(room.room)
+        self.expected.forget(room.room)
         link = room.link = self.links.to(key, room.machine.deadline or now)
         self.links.rooms_of.setdefault(link, {})[room] = None
         if (gone := why_gone(link, room.instance)) is not None:
@@ -327,6 +337,7 @@ class ReceivingRooms:
 
     def _refuse(self, room: int, key: LinkKey, reason: str, now: float) -> None:
         """Tells a prefill engine that a room will not be opened."""
+        self.expected.forget(room)
         holder = self.open.get(room)
         if holder is not None and holder.link is None:
             holder = None  # our caller has opened it since

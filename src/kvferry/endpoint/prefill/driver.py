@@ -391,6 +391,9 @@ class PrefillDriver(Loop):
                 self.rooms.take_abort(identity, message, is_unopened=is_unopened)
             case messages.RefuseRoom():
                 self.rooms.refused(identity, message)
+            case messages.ExpectRooms(rooms):
+                if self.ranks.is_attached(identity):
+                    self.rooms.expected(rooms, now)
 
     def _take_numbered(self, identity: str, message: messages.Numbered) -> None:
         taken = self.ranks.channels.take(identity, message)

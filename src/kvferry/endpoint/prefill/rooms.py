@@ -7,7 +7,7 @@ knows (`protocol.rooms.room_table`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 
 from kvferry.endpoint.construction import check_may_open, deadlines
@@ -26,6 +26,7 @@ from kvferry.errors import (
     PeerDisconnectedError,
     RankReplacedError,
     TransferAbortedError,
+    TransferRefusedError,
     UnknownRoomError,
     UsageError,
 )
@@ -35,7 +36,7 @@ from kvferry.plan.requests.conditions import checked_conditions
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage
+from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage, RoomExpected
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.rank_identity import DecodeRank
 
@@ -80,6 +81,7 @@ class SendingRooms:
         self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
         self._timers: Timers[SendingRoom] = Timers()
+        self._expected: dict[int, float] = {}  # open rooms that requests of decode ranks wait for, and who said so when
         self.table: RoomTable[SendingRoom] = RoomTable(
             max_rooms=settings.max_rooms,
             max_pending=2 * settings.max_rooms,
@@ -165,7 +167,7 @@ class SendingRooms:
 
     def refuse(self, room: int, reason: str) -> None:
         """Refuses the next use of a number by our caller; see `PrefillEndpoint.refuse`."""
-        error = TransferAbortedError(f"room {room} was refused by the prefill side: {reason}")
+        error = TransferRefusedError(f"room {room} was refused by the prefill side: {reason}")
         requests: list[tuple[str, messages.OpenRoom]] = []
         try:
             self._refuse(room, error, requests)
@@ -173,7 +175,7 @@ class SendingRooms:
             self._refuse(room, error, requests)
             raise
 
-    def _refuse(self, room: int, error: TransferAbortedError, requests: list[tuple[str, messages.OpenRoom]]) -> None:
+    def _refuse(self, room: int, error: TransferRefusedError, requests: list[tuple[str, messages.OpenRoom]]) -> None:
         """Refuses a number, and those that wait for it: the given ones, or all if none are given."""
         with self._lock:
             if self._is_closed:
@@ -299,6 +301,7 @@ class SendingRooms:
         """Drops a room that is done."""
         with self._lock:
             self._last_ended_at = self._now()
+            self._expected.pop(room.room, None)
             undelivered = self.table.remove(room, self._now())
         for receiver, message in undelivered:
             self._fail(receiver, message, room.error or UnknownRoomError(f"room {room.room} was not sent"))
@@ -310,6 +313,13 @@ class SendingRooms:
         if message.endpoint == self._identity.endpoint:  # else it was for an earlier start, which has ended
             self._refused(receiver, message)
         self._drained(receiver, message.room, message.generation)
+
+    def expected(self, rooms: Iterable[int], now: float) -> None:
+        """Takes a decode rank's word that it will open these rooms: until it is silent of one, that waits for it."""
+        with self._lock:
+            for number in rooms:
+                if self.table.expected(number, now) is not None:
+                    self._expected[number] = now
 
     def verified(self, receiver: str, message: messages.RoomVerified) -> None:
         """Takes a decode rank's word that the digests of a room are right."""
@@ -372,6 +382,8 @@ class SendingRooms:
         ago to be opened here.
         """
         for room in self._timers.due(now):
+            if (said_at := self._expected.get(room.room)) is not None:
+                room.post(RoomExpected(said_at))
             room.post(Tick())
         self._unasked.look(now, is_unasked=self._is_unasked, connected=self._ranks.connected)
         with self._lock:
@@ -385,10 +397,10 @@ class SendingRooms:
             self._fail(receiver, message, UnknownRoomError(reason))
 
     def _is_unasked(self, room: int) -> bool:
-        """Whether a room is open, and no decode rank has opened it."""
+        """Whether a room is open, no decode rank has opened it, and none has said that it will."""
         with self._lock:
             opened = self.table.rooms.get(room)
-        return opened is not None and not opened.generations
+        return opened is not None and not opened.generations and room not in self._expected
 
     # ---- answers ------------------------------------------------------------------------------------------------
 

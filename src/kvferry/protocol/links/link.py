@@ -315,6 +315,10 @@ class Link:
         """Sends to one rank, perhaps in vain; also where the link was given up."""
         return [self._ranks[engine_rank].send(message)]
 
+    def tell(self, message: messages.ExpectRooms) -> list[Send]:
+        """Tells every rank what need not come."""
+        return [rank.send(message) for rank in self._ranks.values()]
+
     def last_number(self, engine_rank: int) -> int:
         """Returns the number of the last message that was sent to a rank with `send`."""
         channel = self._ranks[engine_rank].channel

@@ -120,6 +120,13 @@ class RoomTable(Generic[RoomT]):
         is_dropped = any(number == room for _, number in self._dropped)
         return is_dropped or room in self._failed_alone or bool(self._refusals.of(room))
 
+    def expected(self, room: int, now: float) -> RoomT | None:
+        """Returns the open room that a decode rank will open later; one that failed keeps its error until then."""
+        failed = self._failed_alone.get(room)
+        if failed is not None:
+            self._failed_alone.put(room, failed, now, limit=self._max_rooms)
+        return self.rooms.get(room)
+
     def is_asked_for(self, room: int) -> bool:
         """Whether a decode rank waits for a room that our caller has not opened."""
         return any(opened.abort is None for opened in self._pending.of(room).values())

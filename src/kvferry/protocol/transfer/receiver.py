@@ -290,7 +290,9 @@ class ReceiverMachine:
 
     def _failed_there(self, rank: int, error: str, reason: str) -> TransferFailedError:
         said = f"failed with {error}: {reason}" if error else "stopped without saying why"
-        return TransferFailedError(f"room {self.room}: prefill rank {rank} {said}")
+        failed = TransferFailedError(f"room {self.room}: prefill rank {rank} {said}")
+        failed.there = error
+        return failed
 
     def _drained(self, event: SenderDrained) -> list[ReceiverCommand]:
         rank = event.writer

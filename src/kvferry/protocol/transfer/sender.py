@@ -16,6 +16,7 @@ from kvferry.errors import (
     PageError,
     TransferAbortedError,
     TransferFailedError,
+    TransferRefusedError,
     TransferTimeoutError,
 )
 from kvferry.plan.requests.chunks import Chunk, why_impossible
@@ -30,6 +31,7 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverLost,
     ReceiverMessage,
     ReceiverOpened,
+    RoomExpected,
     SendDrained,
     SenderCommand,
     SenderEvent,
@@ -83,7 +85,7 @@ class SenderMachine:
         self._tokens = tokens
         self._depends_on = depends_on or {}
         self._deadlines = deadlines
-        self._opened_at = now
+        self._awaited_at = now  # when a receiver was last known to be on its way
         self._last_progress = now
         self._receivers: dict[str, ReceiverProgress] = {}
         self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
@@ -154,7 +156,7 @@ class SenderMachine:
         if self.state.is_final:
             return None
         if self.state is TransferState.BOOTSTRAPPING:
-            return self._opened_at + self._deadlines.bootstrap_s
+            return self._awaited_at + self._deadlines.bootstrap_s
         # Of a receiver's writes the later wait for the earlier, so that all have progressed when one has.
         waited_for = [receiver.progressed_at for receiver in self._receivers.values() if receiver.writes_in_flight]
         if waited_for:
@@ -168,6 +170,8 @@ class SenderMachine:
         match event:
             case ReceiverOpened():
                 commands = self._receiver_opened(event, now)
+            case RoomExpected(said_at):
+                self._awaited_at = max(self._awaited_at, said_at)
             case ChunkSubmitted() if self.state.is_final:
                 pass  # the caller learns from the state
             # Looked for here, where no scheduler waits for it.
@@ -339,7 +343,9 @@ class SenderMachine:
         if not (is_awaited and rank.can_be_beside(ranks)):
             return []
         who = f"decode rank {rank.coordinates.engine_rank} of {rank.engine!r}"
-        return self._fail(TransferFailedError(f"room {self.room}: {who} refused it: {message.reason}"))
+        refused = TransferFailedError(f"room {self.room}: {who} refused it: {message.reason}")
+        refused.there = TransferRefusedError.__name__
+        return self._fail(refused)
 
     def _receiver_lost(self, name: str, error: Exception) -> list[SenderCommand]:
         receiver = self._receivers.get(name)

@@ -39,6 +39,17 @@ class ReceiverOpened:
     held: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class RoomExpected:
+    """A decode rank has said that a request waits there which will open the room.
+
+    Attributes:
+        said_at: when, the last time.
+    """
+
+    said_at: float
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSubmitted:
     """The caller handed in the next chunk."""
@@ -127,6 +138,7 @@ class ReceiverLost:
 
 SenderEvent: TypeAlias = (
     ReceiverOpened
+    | RoomExpected
     | ChunkSubmitted
     | TurnCame
     | WriteDeferred

@@ -19,6 +19,7 @@ MAX_PIECES = 2**17
 MAX_SEGMENTS = 2**16
 MAX_DIGEST_BYTES = 2**20
 MAX_METADATA_BYTES = 16 * 1024 * 1024
+MAX_EXPECTED = 4096
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 """A number that is refused on arrival if it is negative."""

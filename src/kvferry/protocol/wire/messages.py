@@ -19,6 +19,7 @@ from kvferry.plan.requests.conditions import RequestConditions
 from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.wire.field_types import (
+    MAX_EXPECTED,
     MAX_GROUPS,
     MAX_METADATA_BYTES,
     MAX_PIECES,
@@ -307,6 +308,12 @@ class RefuseRoom(WillNotSucceed, frozen=True):
     holder: Random | None = None
 
 
+class ExpectRooms(Message, frozen=True):
+    """Decode to prefill, at regular intervals: requests wait here that will open these rooms, or refuse them."""
+
+    rooms: Annotated[tuple[Random, ...], msgspec.Meta(max_length=MAX_EXPECTED)]
+
+
 class RoomVerified(AboutRoom, frozen=True):
     """Decode to prefill, numbered: the rank's digests of this generation are all right."""
 
@@ -375,7 +382,7 @@ class SpanReleased(Message, frozen=True):
     after_failure: bool = False
 
 
-ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | Numbered | AbortRoom | RefuseRoom | IsGone
+ToPrefill: TypeAlias = Hello | Attach | Detach | Ping | Numbered | AbortRoom | RefuseRoom | ExpectRooms | IsGone
 NumberedToPrefill: TypeAlias = OpenRoom | RoomVerified | Credit
 ToDecode: TypeAlias = Welcome | Attached | Refused | Closed | Pong | Numbered | Drained | Gone
 NumberedToDecode: TypeAlias = RoomFailed | SpanReleased
