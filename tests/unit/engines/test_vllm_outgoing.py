@@ -232,6 +232,18 @@ def test_the_first_pages_of_a_window_are_not_those_of_the_request(outgoing: Outg
     assert sender.handed_in == [({"kv": (5, [7, 8])}, False), ({"kv": (7, [9])}, True)]
 
 
+@pytest.mark.parametrize("state", list(TransferState))
+def test_only_a_request_that_nobody_has_asked_for_is_given_up_for_its_memory(
+    outgoing: OutgoingRequests, state: TransferState
+):
+    sender = Sender(state)
+    add(outgoing, sender, 0, 7, last=True)
+    is_unasked = state is TransferState.BOOTSTRAPPING
+    assert outgoing.give_up_unasked("r", "needed") is is_unasked
+    assert sender.aborted == (["needed"] if is_unasked else [])
+    assert not outgoing.give_up_unasked("unknown", "needed")
+
+
 def test_a_full_queue_is_tried_again(outgoing: OutgoingRequests):
     sender = Sender()
     sender.refusal = QueueFullError("full")

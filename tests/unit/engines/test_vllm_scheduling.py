@@ -56,6 +56,10 @@ class Request:
 @dataclass
 class Pool:
     kept: list[int] = field(default_factory=list)
+    free: int = 0
+
+    def get_num_free_blocks(self):
+        return self.free
 
     def touch(self, blocks):
         self.kept += [block.block_id for block in blocks]
@@ -72,6 +76,7 @@ class Scheduler:
         self,
         *groups: CacheGroup,
         held_back_tokens: int = 1,
+        hold_s: float = 0.0,
         conditions: Conditions | None = None,
         are_conditions_known: Callable[[Any], bool] = lambda _: True,
     ) -> None:
@@ -82,6 +87,7 @@ class Scheduler:
             may_send=True,
             may_receive=True,
             held_back_tokens=held_back_tokens,
+            hold_s=hold_s,
             conditions=conditions,
             are_conditions_known=are_conditions_known,
         )
@@ -261,6 +267,86 @@ class TestSending:
         scheduler.side = SchedulerSide((FULL,), engine="here", may_send=False, may_receive=True)
         scheduler.allocate(request)
         assert scheduler.step(request, 14).send == []
+
+
+class TestHolding:
+    """What is held for decode engines, when vLLM has no blocks for the next request."""
+
+    def scheduler(self, *, free: int, hold_s: float = 0.0) -> Scheduler:
+        """One that holds two requests of four blocks each."""
+        scheduler = Scheduler(hold_s=hold_s)
+        scheduler.pool.free = free
+        for name in ("first", "second"):
+            request = replace(prefill_request(14), request_id=name)
+            scheduler.allocate(request)
+            scheduler.step(request, 14)
+            assert scheduler.side.finished(request, is_aborted=False)[0]
+        assert scheduler.step().needed == []
+        return scheduler
+
+    @pytest.mark.parametrize(
+        ("free", "needed"),
+        [(6, []), (5, ["first"]), (2, ["first"]), (1, ["first", "second"]), (0, ["first", "second"])],
+    )
+    def test_as_many_are_given_up_as_another_one_needs_blocks_the_oldest_first(self, free: int, needed: list[str]):
+        scheduler = self.scheduler(free=free)
+        scheduler.side.tokens_elsewhere(prefill_request(24), 0)
+        assert scheduler.step().needed == needed
+
+    def test_they_are_waited_for_and_others_follow_if_that_was_not_enough(self):
+        scheduler = self.scheduler(free=4)
+        for needed in (["first"], []):
+            scheduler.side.tokens_elsewhere(prefill_request(24), 0)
+            assert scheduler.step().needed == needed
+        scheduler.side.reported(["first"], [])  # others have got its blocks
+        scheduler.side.tokens_elsewhere(prefill_request(24), 0)
+        assert scheduler.step().needed == ["second"]
+
+    def test_none_is_given_up_for_a_request_that_has_got_its_blocks(self):
+        scheduler, request = self.scheduler(free=0), prefill_request(24)
+        scheduler.side.tokens_elsewhere(request, 0)
+        scheduler.allocate(request)
+        assert scheduler.step(request, 24).needed == []
+
+    def test_none_is_given_up_before_it_was_held_as_long_as_any(self):
+        scheduler = self.scheduler(free=0, hold_s=600.0)
+        scheduler.side.tokens_elsewhere(prefill_request(24), 0)
+        assert scheduler.step().needed == []
+
+
+class TestExpecting:
+    """The prefill engine keeps what a request in the queue waits for."""
+
+    def test_a_request_that_waits_is_expected_once(self):
+        scheduler, request = Scheduler(), decode_request(14)
+        scheduler.side.came_in(request)
+        assert scheduler.step().expect == {9: "there"}
+        assert scheduler.step().expect == {}
+        scheduler.side.tokens_elsewhere(request, 0)
+        scheduler.allocate(request, external=13)
+        step = scheduler.step()
+        assert (step.expect, len(step.receive)) == ({}, 1)
+
+    def test_one_that_does_not_wait_is_not(self):
+        scheduler, request = Scheduler(), decode_request(14)
+        scheduler.side.came_in(request)
+        scheduler.allocate(request, external=13)
+        assert scheduler.step().expect == {}
+
+    def test_nor_is_one_that_ends_first_or_another_choice_of_one_that_was_asked_for(self):
+        scheduler = Scheduler()
+        for number in range(2):
+            choice = replace(decode_request(14), request_id=f"{number}_r")
+            scheduler.side.came_in(choice)
+            if not number:
+                scheduler.side.finished(choice, is_aborted=True)
+            assert scheduler.step().expect == {}
+
+    @pytest.mark.parametrize("parameters", [None, {}, {"do_remote_prefill": True}, {"do_remote_decode": True}])
+    def test_nor_is_one_that_waits_for_nobody(self, parameters: dict[str, Any] | None):
+        scheduler = Scheduler()
+        scheduler.side.came_in(Request("r", 14, parameters))
+        assert scheduler.step().expect == {}
 
 
 class TestReceiving:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import msgspec
 import numpy as np
 import pytest
+from tests.support.engines import new_engine_name
+from tests.support.waiting import eventually
 
 from kvferry import GroupPages, RankCoordinates, Settings, TransferState, attention_components, shard_from_tensors
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.layouts import DescribedCaches
+from kvferry.engines.vllm.stats import MEMORY, NOT_OPENED
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.engines.vllm.worker import WorkerSide
+from kvferry.errors import QueueFullError
 from kvferry.layout import Device, MemoryKind, RankLayout
+from kvferry.testing import LocalNetwork
 
 PAGE_TOKENS = 16
 
@@ -58,14 +63,25 @@ class Decode:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.opened: list[Receiver] = []
+        self.expected: list[tuple[int, str]] = []
+        self.refused: list[int] = []
+        self.is_full = False
         self.end_at_once: TransferState | None = None
 
     def open(self, room: int, pages: dict[str, GroupPages], **_: Any) -> Receiver:
+        if self.is_full:
+            raise QueueFullError("so many rooms are open")
         receiver = Receiver(pages)
         if self.end_at_once is not None:
             receiver.end(self.end_at_once)
         self.opened.append(receiver)
         return receiver
+
+    def expect(self, room: int, *, engine: str) -> None:
+        self.expected.append((room, engine))
+
+    def refuse(self, room: int, reason: str, *, engine: str) -> None:
+        self.refused.append(room)
 
     def close(self) -> None:
         pass
@@ -152,6 +168,76 @@ def test_the_pages_of_blocks_reach_as_far_as_the_requests_tokens(
     pages = [block * ratio + page for block in blocks for page in range(ratio)][: -(-tokens // PAGE_TOKENS)]
     assert np.asarray(decode.opened[0].pages[group].pages).tolist() == pages
     assert decode.opened[0].pages[group].start == (0 if pages else None)
+
+
+def test_rooms_that_requests_wait_for_are_said(start: Callable[..., Started]):
+    side, decode, _ = start()
+    side.receive(Step(expect={9: "there", 7: "elsewhere"}))
+    assert decode.expected == [(9, "there"), (7, "elsewhere")]
+
+
+def test_a_room_that_cannot_be_opened_to_receive_is_counted_as_such(start: Callable[..., Started]):
+    side, decode, group = start()
+    decode.is_full = True
+    receive(side, group, "r")
+    assert side.results(()).failed == {"r"}
+    assert decode.refused == [0]
+    figures = side.log.take()
+    assert figures is not None
+    assert figures["failed_receives"] == {NOT_OPENED: 1}
+
+
+@pytest.fixture
+def prefill(kvferry_registry_url: str) -> Iterator[tuple[WorkerSide, str]]:
+    """A worker that sends, with an endpoint of its own that takes one room, and the name of its group of pages."""
+    with LocalNetwork(kvferry_registry_url) as network:
+        caches, settings = described(1), network.settings(max_rooms=1)
+        side = WorkerSide(
+            caches,
+            cast(Any, None),
+            RankCoordinates(),
+            settings,
+            engine=new_engine_name("prefill"),
+            sends=True,
+            receives=False,
+            fingerprint={},
+        )
+        yield side, caches.layout.groups[0].name
+        side.close()
+
+
+def send(side: WorkerSide, group: str, name: str, room: int) -> None:
+    side.after(Step(send=[BlocksToSend(name, room, PAGE_TOKENS, {group: GroupBlocks(0, (3,))}, True)]), None)
+
+
+def sent_of(side: WorkerSide, *ended: str) -> set[str]:
+    sent = side.results(set(ended)).sent
+    eventually("it is reported", lambda: sent.update(side.results(()).sent) or sent)
+    return sent
+
+
+def test_a_request_that_vllm_needs_the_blocks_of_is_given_up_and_said(
+    prefill: tuple[WorkerSide, str], caplog: pytest.LogCaptureFixture
+):
+    side, group = prefill
+    send(side, group, "r", 1)
+    assert side.results({"r"}).sent == set()
+    side.after(Step(needed=["r", "unknown"]), None)
+    assert sent_of(side) == {"r"}
+    assert "request r was not sent: room 1 was aborted by the prefill side: vLLM needs its blocks" in caplog.text
+    figures = side.log.take()
+    assert figures is not None
+    assert figures["failed_sends"] == {MEMORY: 1}
+
+
+def test_a_room_that_cannot_be_opened_to_send_is_counted_as_such(prefill: tuple[WorkerSide, str]):
+    side, group = prefill
+    send(side, group, "r", 1)
+    send(side, group, "one too many", 2)
+    assert sent_of(side, "one too many") == {"one too many"}
+    figures = side.log.take()
+    assert figures is not None
+    assert figures["failed_sends"] == {NOT_OPENED: 1}
 
 
 # ---- layers that leave in ranges ------------------------------------------------------------------------------------

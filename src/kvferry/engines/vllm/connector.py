@@ -133,6 +133,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_send=transfer.is_kv_producer,
                 may_receive=transfer.is_kv_consumer,
                 held_back_tokens=held_back_tokens(vllm_config),
+                hold_s=self._settings.bootstrap_timeout_s,
                 conditions=conditions.of,
                 are_conditions_known=conditions.are_known,
             )
@@ -235,7 +236,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def get_kv_connector_stats(self) -> KVFerryStats | None:
         """Returns the figures of transfers since the last call."""
-        figures = None if self._worker is None else self._worker.log.take()
+        side = self._worker or self._scheduler
+        figures = None if side is None else side.log.take()
         return None if figures is None else KVFerryStats(data=dict(figures))
 
     @classmethod

@@ -171,6 +171,9 @@ def _structures() -> Iterator[Line]:
     yield Mentions("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
     yield Call("vllm.v1.core.block_pool:BlockPool.touch", 2, (), "blocks that are being read are kept so")
     yield Call("vllm.v1.core.block_pool:BlockPool.free_blocks", 2, (), "blocks that were kept are given back so")
+    yield Call(
+        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks", 1, (), "what is held is given up where it is short"
+    )
 
 
 def _caches() -> Iterator[Line]:

@@ -9,7 +9,7 @@ from prometheus_client import Counter, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 from vllm.v1.metrics.utils import create_metric_per_engine
 
-from kvferry.engines.vllm.stats import no_figures
+from kvferry.engines.vllm.stats import KINDS, added, no_figures
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,18 +36,18 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         """Adds the figures of another worker, or of a later interval."""
         for name, figures in other.data.items():
-            self.data[name] = self.data[name] + figures
+            mine = self.data[name]
+            self.data[name] = added(mine, figures) if isinstance(mine, dict) else mine + figures
         return self
 
     def reduce(self) -> dict[str, int | float]:
         """Returns what the log line shows."""
         data = self.data
-        summary: dict[str, int | float] = {
-            "sent": len(data["sent_bytes"]),
-            "received": len(data["receive_s"]),
-            "failed sends": data["failed_sends"],
-            "failed receives": data["failed_receives"],
-        }
+        summary: dict[str, int | float] = {"sent": len(data["sent_bytes"]), "received": len(data["receive_s"])}
+        for what in ("sends", "receives"):
+            failed = data[f"failed_{what}"]
+            summary[f"failed {what}"] = sum(failed.values())
+            summary |= {f"failed {what} ({kind})": count for kind, count in failed.items()}
         if data["sent_bytes"]:
             summary["mean MB sent"] = round(sum(data["sent_bytes"]) / len(data["sent_bytes"]) / 1e6, 3)
             summary["mean ms on the wire"] = round(sum(data["send_s"]) / len(data["send_s"]) * 1e3, 3)
@@ -74,6 +74,17 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             )
             return create_metric_per_engine(metric, per_engine_labelvalues)
 
+        def by_kind(name: str, documentation: str) -> dict[str, Any]:
+            metric = metric_types[Counter](
+                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=[*labelnames, "kind"]
+            )
+            return {
+                kind: create_metric_per_engine(
+                    metric, {engine: [*values, kind] for engine, values in per_engine_labelvalues.items()}
+                )
+                for kind in KINDS
+            }
+
         self._histograms = {
             "sent_bytes": of_engines(Histogram, "sent_bytes", "Bytes that a rank sent for a request.", buckets=_BYTES),
             "sent_descriptors": of_engines(
@@ -90,8 +101,8 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             ),
         }
         self._counters = {
-            "failed_sends": of_engines(Counter, "failed_sends", "Requests that a rank did not send."),
-            "failed_receives": of_engines(Counter, "failed_receives", "Requests that a rank did not receive."),
+            "failed_sends": by_kind("failed_sends", "Requests that a rank did not send."),
+            "failed_receives": by_kind("failed_receives", "Requests that a rank did not receive."),
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
@@ -100,4 +111,5 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             for figure in transfer_stats_data[name]:
                 histograms[engine_idx].observe(figure)
         for name, counters in self._counters.items():
-            counters[engine_idx].inc(transfer_stats_data[name])
+            for kind, count in transfer_stats_data[name].items():
+                counters[kind][engine_idx].inc(count)

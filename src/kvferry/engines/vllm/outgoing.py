@@ -334,6 +334,15 @@ class OutgoingRequests:
             if known is not None:
                 known.sender.abort(reason)
 
+    def give_up_unasked(self, request: str, reason: str) -> bool:
+        """Aborts a request, if nobody has asked for it; returns whether it has."""
+        with self._lock:
+            known = self._requests.get(request)
+            is_unasked = known is not None and known.sender.state is TransferState.BOOTSTRAPPING
+            if known is not None and is_unasked:
+                known.sender.abort(reason)
+            return is_unasked
+
     def keep(self, requests: Iterable[str]) -> None:
         """Marks requests that vLLM is done with: it keeps the blocks of those known here until they are sent."""
         with self._lock:

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, whole_request
+from kvferry.engines.vllm.holding import HeldRequests
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
     SendParameters,
@@ -23,6 +25,7 @@ from kvferry.engines.vllm.parameters import (
     receive_parameters,
     send_parameters,
 )
+from kvferry.engines.vllm.stats import TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import UsageError
 from kvferry.loggers import logger_of
@@ -77,6 +80,9 @@ class BlockPool(Protocol):
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
         """Drops a reference to each."""
 
+    def get_num_free_blocks(self) -> int:
+        """Returns how many can be given to requests."""
+
 
 @dataclass(slots=True)
 class _Sending:
@@ -101,7 +107,11 @@ class _Sending:
 
 
 class SchedulerSide:
-    """The connector in the scheduler, owned by its thread. No method waits for anything."""
+    """The connector in the scheduler, owned by its thread. No method waits for anything.
+
+    Attributes:
+        log: counts the requests that no worker hears of.
+    """
 
     def __init__(
         self,
@@ -112,6 +122,7 @@ class SchedulerSide:
         may_send: bool,
         may_receive: bool,
         held_back_tokens: int = 1,
+        hold_s: float = inf,
         conditions: Conditions | None = None,
         are_conditions_known: Callable[[Any], bool] = lambda _: True,
     ) -> None:
@@ -124,6 +135,7 @@ class SchedulerSide:
             may_send: whether it sends caches.
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
+            hold_s: how long what was computed is held for decode engines in any case.
             conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
                 nothing if None.
             are_conditions_known: whether that is returned at once for a request. If not, it is found out aside, and the
@@ -140,6 +152,8 @@ class SchedulerSide:
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
         self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
+        self._held = HeldRequests(hold_s)
+        self._unserved: Request | None = None  # the last that was asked about and has got no blocks since
         self._receiving: set[str] = set()
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
@@ -148,6 +162,7 @@ class SchedulerSide:
         self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
         self._step = Step()
         self._drains = False
+        self.log = TransferLog()
 
     def drain(self) -> None:
         """Has the workers told that the engine ends with the requests that it has. Only sets a flag."""
@@ -160,11 +175,12 @@ class SchedulerSide:
     # ---- beginnings ---------------------------------------------------------------------------------------------
 
     def came_in(self, request: Request) -> None:
-        """Takes a request that has just come in, before it is scheduled.
+        """Takes a request that has just come in, before it is scheduled: its cache is kept for it from now on.
 
         Recurrent state cannot be taken back to an earlier token. So where there is any, a prompt that is to be sent
         ends here where what is sent ends: the decode side computes the rest in any case.
         """
+        self._expect(request)
         params, count = request.kv_transfer_params, self._held_back_tokens
         if not (self._has_state and self._may_send and params and params.get("do_remote_decode")):
             return
@@ -179,6 +195,15 @@ class SchedulerSide:
         request.max_tokens = 1
         request.kv_transfer_params = {**params, _SHORTENED: True}
 
+    def _expect(self, request: Request) -> None:
+        """Has the prefill engine told that a request waits for its cache here."""
+        try:
+            params = self._receive_parameters(request)
+        except UsageError:
+            return  # it is said when the request is scheduled
+        if params is not None and self._fetched_choices.get(_fetch_key(request, params)) is None:
+            self._step.expect[params.room] = params.engine
+
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
         """Returns how many tokens can be fetched beyond those that are here; None as long as nobody knows.
 
@@ -186,10 +211,12 @@ class SchedulerSide:
         """
         if request.kv_transfer_params and not self._are_conditions_known(request):
             return None
+        self._unserved = request
         try:
             params = self._receive_parameters(request)
         except UsageError as error:
             log.error("request %s is computed here: %s", request.request_id, error)
+            self.log.not_received()
             _settled(request)
             return 0
         if params is None:
@@ -210,7 +237,7 @@ class SchedulerSide:
             blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
-        name = request.request_id
+        name, self._unserved = request.request_id, None
         try:
             params = self._receive_parameters(request)
             if params is not None:
@@ -222,10 +249,12 @@ class SchedulerSide:
             )
         except UsageError as error:
             log.error("request %s is not transferred: %s", name, error)
+            self.log.not_sent()
             return
         if sending is not None and self._sent_tokens(request):
             if self._has_state and not _is_shortened(request):
                 log.error("request %s is not sent: its recurrent state is that of tokens that are not sent", name)
+                self.log.not_sent()
                 return
             self._begin_to_send(sending, request)
 
@@ -267,6 +296,7 @@ class SchedulerSide:
 
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
         wanted = self._wanted(params, request, blocks, tokens)
+        self._step.expect.pop(params.room, None)
         self._step.receive.append(replace(wanted, depends_on=self._conditions(request, wanted.tokens)))
         if tokens:
             self._receiving.add(request.request_id)
@@ -378,7 +408,17 @@ class SchedulerSide:
         for name, sending in list(self._unfinished.items()):
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
+        step.needed = self._held.to_give_up(self._missing_blocks())
         return step
+
+    def _missing_blocks(self) -> int:
+        """Returns how many blocks vLLM lacks for the request that it would schedule next."""
+        request, self._unserved = self._unserved, None
+        if request is None or not self._held:
+            return 0
+        assert self._pool is not None
+        needed = sum(-(-request.num_prompt_tokens // group.table_tokens) for group in self._groups)
+        return needed - self._pool.get_num_free_blocks()
 
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
         computed_tokens = min(computed_tokens, sending.tokens)
@@ -446,6 +486,8 @@ class SchedulerSide:
             how = "was aborted on the prefill side" if is_aborted else f"{_ENDED} all of it was computed"
             self._step.give_up[name] = f"the request {how}"
             return True, None
+        assert self._tables is not None
+        self._held.add(name, sum(not block.is_null for table in self._tables(name) for block in table))
         return True, self._answer(sending.params, name, sending.tokens)
 
     def _answer(self, params: SendParameters, request: str, tokens: int) -> dict[str, Any]:
@@ -491,6 +533,7 @@ class SchedulerSide:
             failed: those of them that did not come.
         """
         for name in sent:
+            self._held.forget(name)
             self._unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
             sending = self._sending.pop(name, None)
             if sending is not None and sending.kept:

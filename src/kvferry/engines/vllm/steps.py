@@ -105,6 +105,8 @@ class Step:
         receive: the caches that are requested.
         preempted: requests that have just lost their blocks. They come again from the start.
         give_up: requests that are not needed any more, and why.
+        needed: requests whose blocks vLLM needs for others, unless somebody is fetching them.
+        expect: by room, the prefill engines of requests that wait until they can be received.
         refuse: rooms that the other side knows and that will not be opened to send, and why.
         drains: whether the engine takes no new requests any more, and ends with those that it has.
     """
@@ -114,4 +116,6 @@ class Step:
     preempted: set[str] = field(default_factory=set)
     give_up: dict[str, str] = field(default_factory=dict)
     refuse: dict[int, str] = field(default_factory=dict)
+    needed: list[str] = field(default_factory=list)
+    expect: dict[int, str] = field(default_factory=dict)
     drains: bool = False

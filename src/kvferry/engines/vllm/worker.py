@@ -30,7 +30,7 @@ from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
-from kvferry.engines.vllm.stats import TransferLog
+from kvferry.engines.vllm.stats import MEMORY, TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import KVFerryError
 from kvferry.loggers import logger_of
@@ -38,6 +38,11 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 Result = TypeVar("Result")
+
+_NEEDED = (
+    "vLLM needs its blocks for other requests, and no decode rank has opened it within KVFERRY_BOOTSTRAP_TIMEOUT_S: "
+    "give prefill servers more memory for the queue of decode servers, or take fewer requests at once"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +112,7 @@ class WorkerSide:
         self._not_begun: set[str] = set()
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
+        self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
         self._log = TransferLog()
         self._drain_timeout_s = drain_timeout_s
         self._settles_s = settings.quarantine_s
@@ -171,6 +177,9 @@ class WorkerSide:
         """Requests the caches of a step. In the first of an engine that ends with the requests that it has, says so."""
         if step.drains:
             self._drain()
+        for room, engine in step.expect.items():
+            if self._decode is not None:
+                self._decode.expect(room, engine=engine)
         for receiving in step.receive:
             self._receive(receiving)
 
@@ -235,6 +244,9 @@ class WorkerSide:
                 receiver.abort(reason)
             elif self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
+        for request in step.needed:
+            if self._outgoing is not None and self._outgoing.give_up_unasked(request, _NEEDED):
+                self._needed.add(request)
         if self._prefill is not None:
             for room, reason in step.refuse.items():
                 self._prefill.refuse(room, reason)
@@ -252,7 +264,8 @@ class WorkerSide:
                 sent = self._unreported.intersection(finished)
                 self._unreported -= sent
             for request, sender in self._outgoing.take_ended().items():
-                self._log.sent(request, sender)
+                self._log.sent(request, sender, MEMORY if request in self._needed else "")
+                self._needed.discard(request)
                 sent.add(request)
         failed, self._not_begun = self._not_begun, set()
         copied, self._copied = self._copied, set()
@@ -298,6 +311,7 @@ class WorkerSide:
             log.error("request %s cannot be sent: %s", sending.request, error)
             self._prefill.refuse(sending.room, str(error))
             self._unreported.add(sending.request)
+            self._log.not_sent()
 
     def _receive(self, receiving: BlocksToReceive) -> None:
         assert self._decode is not None
@@ -331,6 +345,7 @@ class WorkerSide:
                 self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self._not_begun.add(request)
+                self._log.not_received()
             return
         if receiving.is_wanted:
             self._incoming[request] = receiver
