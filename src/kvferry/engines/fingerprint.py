@@ -19,6 +19,8 @@ LONGEST_VALUE = 256
 
 DIGEST_BYTES = 16
 
+_AT_A_TIME = 1 << 12
+
 PROMPT = "prompt"
 PROMPT_EMBEDDING = "prompt embedding"
 LORA_ADAPTER = "LoRA adapter"
@@ -111,6 +113,7 @@ def request_conditions(
     multimodal: Sequence[MultimodalInput] = (),
     salt: str = "",
     weights: str = "",
+    prompt: bytes | None = None,
 ) -> dict[str, bytes]:
     """Returns what a request's cache depends on, as digests by name for `open(..., depends_on=...)`.
 
@@ -124,8 +127,9 @@ def request_conditions(
         multimodal: what else the prompt has, in order.
         salt: keeps the caches of different users apart.
         weights: identifies the model's weights of now, where they were replaced since the server started.
+        prompt: the `prompt_digest` of these tokens, where it was made before.
     """
-    conditions = {PROMPT: _digest(_numbers(tokens, count))}
+    conditions = {PROMPT: prompt_digest(tokens, count) if prompt is None else prompt}
     if embedding:
         conditions[PROMPT_EMBEDDING] = _digest(embedding)
     if lora:
@@ -140,16 +144,21 @@ def request_conditions(
     return conditions
 
 
-def _numbers(tokens: Sequence[int] | NDArray[np.int64], count: int | None) -> memoryview:
-    """Returns the first tokens of a prompt as one buffer, which is digested where it lies.
+def prompt_digest(tokens: Sequence[int] | NDArray[np.int64], count: int | None = None) -> bytes:
+    """Digests the first tokens of a prompt; arguments as of `request_conditions`.
 
-    This is the scheduler's time: a list is read once, and neither cut nor copied before; docs/bench.md has figures.
+    A list is taken part by part: between them other threads have the interpreter. docs/bench.md has figures.
     """
     most = len(tokens) if count is None else min(count, len(tokens))
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
     if isinstance(tokens, np.ndarray):
-        return np.ascontiguousarray(tokens[:most], "<i8").data
-    return np.fromiter(tokens, "<i8", most).data
+        digest.update(np.ascontiguousarray(tokens[:most], "<i8").data)
+        return digest.digest()
+    for start in range(0, most, _AT_A_TIME):
+        part = tokens[start : min(start + _AT_A_TIME, most)]
+        digest.update(np.fromiter(part, "<i8", len(part)).data)
+    return digest.digest()
 
 
-def _digest(data: bytes | memoryview) -> bytes:
+def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()

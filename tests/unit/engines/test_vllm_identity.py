@@ -335,11 +335,11 @@ def test_an_adapter_is_read_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(identity, "adapter_identity", slow)
     conditions, given = Conditions(), request(1, lora_request=lora("a", 1, str(tmp_path)))
-    assert conditions.are_known(request(1))
-    assert not conditions.are_known(given)
-    assert not conditions.are_known(given), "it is being read"
+    assert conditions.are_known(request(1), 1)
+    assert not conditions.are_known(given, 1)
+    assert not conditions.are_known(given, 1), "it is being read"
     may_go_on.set()
-    eventually("it was read", lambda: conditions.are_known(given))
+    eventually("it was read", lambda: conditions.are_known(given, 1))
     assert conditions.of(given, 1) == request_conditions([1], lora="read by kvferry-vllm-adapters_0")
 
 

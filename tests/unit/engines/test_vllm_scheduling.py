@@ -78,7 +78,7 @@ class Scheduler:
         held_back_tokens: int = 1,
         hold_s: float = 0.0,
         conditions: Conditions | None = None,
-        are_conditions_known: Callable[[Any], bool] = lambda _: True,
+        are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
     ) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
@@ -878,11 +878,34 @@ class TestConditions:
     @pytest.mark.parametrize("request_of", [decode_request, prefill_request])
     def test_a_request_of_which_they_are_not_known_waits_for_them(self, request_of: Callable[[int], Request]):
         known: list[str] = []
-        scheduler, request = Scheduler(are_conditions_known=lambda each: each.request_id in known), request_of(13)
+        scheduler, request = Scheduler(are_conditions_known=lambda each, _: each.request_id in known), request_of(13)
         assert scheduler.side.tokens_elsewhere(request, 0) is None
         assert scheduler.side.tokens_elsewhere(replace(request, kv_transfer_params=None), 0) == 0, "nobody asks for it"
         known.append("r")
         assert scheduler.side.tokens_elsewhere(request, 0) == (12 if request_of is decode_request else 0)
+
+    @pytest.mark.parametrize("request_of", [decode_request, prefill_request])
+    def test_they_are_found_out_from_the_moment_on_that_a_request_comes_in(self, request_of: Callable[[int], Request]):
+        begun: list[tuple[str, int]] = []
+
+        def are_known(request: Any, tokens: int) -> bool:
+            begun.append((request.request_id, tokens))
+            return False
+
+        scheduler = Scheduler(are_conditions_known=are_known)
+        scheduler.side.came_in(request_of(13))
+        scheduler.side.came_in(Request("alone", 13))
+        assert begun == [("r", 12)]
+
+    def test_a_request_that_ends_before_they_are_known_is_refused_without_a_wait(self):
+        def never(request: Any, tokens: int) -> dict[str, bytes]:
+            raise AssertionError("the scheduler would wait for it")
+
+        scheduler = Scheduler(conditions=never, are_conditions_known=lambda *_: False)
+        scheduler.side.finished(decode_request(13), is_aborted=True)
+        (declined,) = scheduler.step().receive
+        assert not declined.is_wanted
+        assert declined.problem == "the request ended before it was scheduled"
 
     @pytest.mark.parametrize("external", [12, 4, 0])
     def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):

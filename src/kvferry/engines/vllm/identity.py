@@ -20,6 +20,7 @@ from kvferry.engines.fingerprint import (
     short_text,
 )
 from kvferry.engines.vllm.parts import quant_mode
+from kvferry.engines.vllm.prompts import PromptDigests
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
 
@@ -202,14 +203,18 @@ class Conditions:
         self._compares_content = compares_content
         self._adapters: dict[tuple[str, int, str], Future[str]] = {}
         self._reader = ThreadPoolExecutor(1, "kvferry-vllm-adapters")
+        self._prompts = PromptDigests()
 
-    def are_known(self, request: Any) -> bool:
-        """Whether `of` would read no file. An adapter that was not read yet is read from now on, aside."""
+    def are_known(self, request: Any, tokens: int) -> bool:
+        """Whether `of` returns at once. What is not known is found out from now on, aside: adapters, long prompts."""
         lora = getattr(request, "lora_request", None)
-        return lora is None or self._adapter(lora).done()
+        is_read = lora is None or self._adapter(lora).done()
+        return self._prompts.is_known(request, tokens) and is_read
 
     def of(self, request: Any, tokens: int) -> dict[str, bytes]:
-        """Returns what the cache of a request depends on. Waits for its adapter to be read, unless that is known.
+        """Returns what the cache of a request depends on, once: a long prompt is found out anew after that.
+
+        Waits for what is not known.
 
         Args:
             request: vLLM's.
@@ -231,6 +236,7 @@ class Conditions:
                 for each in features
             ],
             salt=getattr(request, "cache_salt", None) or "",
+            prompt=self._prompts.of(request, tokens),
         )
 
     def _adapter(self, lora: Any) -> Future[str]:

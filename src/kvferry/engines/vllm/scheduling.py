@@ -124,7 +124,7 @@ class SchedulerSide:
         held_back_tokens: int = 1,
         hold_s: float = inf,
         conditions: Conditions | None = None,
-        are_conditions_known: Callable[[Any], bool] = lambda _: True,
+        are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
     ) -> None:
         """Begins with no requests.
 
@@ -138,8 +138,8 @@ class SchedulerSide:
             hold_s: how long what was computed is held for decode engines in any case.
             conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
                 nothing if None.
-            are_conditions_known: whether that is returned at once for a request. If not, it is found out aside, and the
-                request is scheduled later.
+            are_conditions_known: whether that is returned at once. If not, it is found out aside, and the request is
+                scheduled later.
         """
         self._are_conditions_known = are_conditions_known
         self._conditions = conditions or (lambda *_: {})
@@ -175,12 +175,17 @@ class SchedulerSide:
     # ---- beginnings ---------------------------------------------------------------------------------------------
 
     def came_in(self, request: Request) -> None:
-        """Takes a request that has just come in, before it is scheduled: its cache is kept for it from now on.
-
-        Recurrent state cannot be taken back to an earlier token. So where there is any, a prompt that is to be sent
-        ends here where what is sent ends: the decode side computes the rest in any case.
-        """
+        """Takes a request that has just come in, before it is scheduled: its cache is kept for it from now on."""
         self._expect(request)
+        self._shorten(request)
+        if request.kv_transfer_params:
+            self._are_conditions_known(request, self._sent_tokens(request))  # they are found out from now on
+
+    def _shorten(self, request: Request) -> None:
+        """Ends a prompt that is to be sent where what is sent ends, where there is recurrent state.
+
+        That cannot be taken back to an earlier token, and the decode side computes the rest in any case.
+        """
         params, count = request.kv_transfer_params, self._held_back_tokens
         if not (self._has_state and self._may_send and params and params.get("do_remote_decode")):
             return
@@ -209,7 +214,7 @@ class SchedulerSide:
 
         Nor is a request to be scheduled as long as it is not known what its cache depends on: this thread would wait.
         """
-        if request.kv_transfer_params and not self._are_conditions_known(request):
+        if request.kv_transfer_params and not self._are_conditions_known(request, self._sent_tokens(request)):
             return None
         self._unserved = request
         try:
@@ -297,7 +302,11 @@ class SchedulerSide:
     def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
         wanted = self._wanted(params, request, blocks, tokens)
         self._step.expect.pop(params.room, None)
-        self._step.receive.append(replace(wanted, depends_on=self._conditions(request, wanted.tokens)))
+        if tokens or self._are_conditions_known(request, wanted.tokens):
+            wanted = replace(wanted, depends_on=self._conditions(request, wanted.tokens))
+        else:  # it ended before, and need not be waited for: the prefill engine hears that instead
+            wanted = replace(wanted, problem="the request ended before it was scheduled")
+        self._step.receive.append(wanted)
         if tokens:
             self._receiving.add(request.request_id)
 

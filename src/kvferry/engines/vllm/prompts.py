@@ -1,0 +1,55 @@
+"""Digests of long prompts, which are made aside: in vLLM's scheduler a million tokens would hold up everybody.
+
+vLLM's own hashes of a prompt's blocks would cost nothing, and tell nothing: they are chained from a seed of the process
+with some algorithms and not with others, and go by each server's size of blocks.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from kvferry.engines.fingerprint import prompt_digest
+
+LONGEST_AT_ONCE = 1 << 13
+"""Tokens that are digested where they are asked for: 0.4 ms."""
+
+_MOST_REMEMBERED = 1024
+
+
+class PromptDigests:
+    """Digests of the prompts of requests, as far as they are exchanged. For the scheduler's thread."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._digests: dict[tuple[str, int], Future[bytes]] = {}  # by request and number of tokens; the youngest last
+        self._thread = ThreadPoolExecutor(1, "kvferry-vllm-prompts")
+
+    def is_known(self, request: Any, tokens: int) -> bool:
+        """Whether `of` returns at once. A long prompt is digested from now on, aside.
+
+        Args:
+            request: vLLM's.
+            tokens: how many of its prompt are exchanged, from the first on.
+        """
+        return not _is_long(request, tokens) or self._begun(request, tokens).done()
+
+    def of(self, request: Any, tokens: int) -> bytes:
+        """Returns the digest of a prompt, and forgets it. Waits for a long one that is not known yet."""
+        if not _is_long(request, tokens):
+            return prompt_digest(request.prompt_token_ids or (), tokens)
+        digest = self._begun(request, tokens).result()
+        del self._digests[request.request_id, tokens]
+        return digest
+
+    def _begun(self, request: Any, tokens: int) -> Future[bytes]:
+        key = request.request_id, tokens
+        if key not in self._digests:
+            self._digests[key] = self._thread.submit(prompt_digest, request.prompt_token_ids, tokens)
+            while len(self._digests) > _MOST_REMEMBERED:  # of requests that ended before they were scheduled
+                del self._digests[next(iter(self._digests))]
+        return self._digests[key]
+
+
+def _is_long(request: Any, tokens: int) -> bool:
+    return min(tokens, len(request.prompt_token_ids or ())) > LONGEST_AT_ONCE

@@ -1,0 +1,66 @@
+"""Long prompts are digested aside, and all of them as before."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.waiting import eventually
+
+from kvferry.engines.fingerprint import PROMPT, prompt_digest, request_conditions
+from kvferry.engines.vllm import prompts
+from kvferry.engines.vllm.identity import Conditions
+from kvferry.engines.vllm.prompts import LONGEST_AT_ONCE, PromptDigests
+
+LONG = [number * 7919 % 150_000 for number in range(5 * LONGEST_AT_ONCE)]
+
+
+def request(name: str, tokens: list[int] | None) -> Any:
+    return SimpleNamespace(request_id=name, prompt_token_ids=tokens)
+
+
+@pytest.mark.parametrize("count", [0, 1, 1 << 14, (1 << 14) + 1, len(LONG) - 1, len(LONG), 10 * len(LONG), None])
+def test_a_digest_in_parts_is_that_of_the_whole(count: int | None):
+    whole = hashlib.blake2b(np.array(LONG[:count], "<i8").tobytes(), digest_size=16).digest()
+    assert prompt_digest(LONG, count) == prompt_digest(np.array(LONG), count) == whole
+    assert request_conditions(LONG, count=count) == {PROMPT: whole}
+    assert request_conditions((), prompt=whole) == {PROMPT: whole}
+
+
+def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: pytest.MonkeyPatch):
+    may_go_on, threads = threading.Event(), []
+
+    def slow(tokens: Any, count: int) -> bytes:
+        threads.append(threading.current_thread().name)
+        assert threading.current_thread() is threading.main_thread() or may_go_on.wait(30)
+        return prompt_digest(tokens, count)
+
+    monkeypatch.setattr(prompts, "prompt_digest", slow)
+    conditions, short, long = Conditions(), request("short", LONG[:100]), request("long", LONG)
+    assert conditions.are_known(short, 99)
+    assert conditions.of(short, 99) == request_conditions(LONG, count=99)
+    for _ in range(2):
+        assert not conditions.are_known(long, len(LONG) - 1)
+    may_go_on.set()
+    eventually("it is known", lambda: conditions.are_known(long, len(LONG) - 1))
+    assert conditions.of(long, len(LONG) - 1) == request_conditions(LONG, count=len(LONG) - 1)
+    assert threads == ["MainThread", "kvferry-vllm-prompts_0"]
+
+
+def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_never_ask():
+    digests = PromptDigests()
+    assert digests.of(request("r", LONG), len(LONG)) == prompt_digest(LONG)
+    assert not digests._digests
+    for number in range(prompts._MOST_REMEMBERED + 1):
+        digests.is_known(request(str(number), LONG[: LONGEST_AT_ONCE + 1]), len(LONG))
+    assert len(digests._digests) == prompts._MOST_REMEMBERED
+
+
+def test_a_prompt_that_is_given_as_an_embedding_has_no_tokens():
+    digests = PromptDigests()
+    assert digests.is_known(request("r", None), len(LONG))
+    assert digests.of(request("r", None), len(LONG)) == prompt_digest(())
