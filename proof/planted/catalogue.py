@@ -1028,8 +1028,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM's scheduler waits for an adapter's files",
         "engines/vllm/identity.py",
-        "return lora is None or self._adapter(lora).done()",
-        "return lora is None or bool(self._adapter(lora).result())",
+        "is_read = lora is None or self._adapter(lora).done()",
+        "is_read = lora is None or bool(self._adapter(lora).result())",
         "tests/unit/engines/test_vllm_identity.py",
     ),
     PlantedFault(
@@ -1482,6 +1482,27 @@ CATALOGUE = (
         "        self.known = dict(self.handed_in)",
         "        self.known = {}",
         "tests/unit/engines/test_vllm_outgoing.py",
+    ),
+    PlantedFault(
+        "vLLM: what was sent when it was scheduled stays sent after a preemption",
+        "engines/vllm/scheduling.py",
+        "                sending.is_complete = False\n                self._unfinished[name] = sending\n",
+        "",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: what a queue waits for is given up before its time",
+        "engines/vllm/holding.py",
+        "if missing <= 0 or held.since > latest:",
+        "if missing <= 0:",
+        "tests/unit/engines/test_vllm_holding.py",
+    ),
+    PlantedFault(
+        "vLLM: nobody hears of a request in the queue",
+        "engines/vllm/scheduling.py",
+        "            self._step.expect[params.room] = params.engine",
+        "            pass",
+        "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
         "vLLM: the pages of a window are skipped from the front",

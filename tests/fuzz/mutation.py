@@ -135,6 +135,7 @@ def examples() -> list[field_types.Message]:
         messages.RoomFailed(room=5, generation=6, writer=0, error="PageError", reason="no reason"),
         messages.RoomVerified(room=5, generation=6),
         messages.IsGone(process=PROCESS),
+        messages.ExpectRooms(rooms=(1, 2)),
         messages.Gone(process=PROCESS),
         messages.Drained(endpoint="p0", room=5, generation=6, writer=0),
         messages.SpanReleased(endpoint="p0", epoch=3, start=0, begin=0, stop=64),

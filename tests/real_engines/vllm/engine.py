@@ -293,6 +293,13 @@ class _Engine:
         samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
         return float(sum(sample.value for sample in samples if sample.name == name))
 
+    def failures(self, name: str) -> dict[str, float]:
+        """By kind, how many transfers have failed, by a counter of ours."""
+        from prometheus_client import REGISTRY
+
+        samples = (sample for metric in REGISTRY.collect() for sample in metric.samples)
+        return {each.labels["kind"]: each.value for each in samples if each.name == f"{name}_total" and each.value}
+
     def logged(self) -> list[str]:
         return self.messages.said
 

@@ -34,6 +34,7 @@ from kvferry.protocol.transfer.sender_events import (
     ReceiverLost,
     ReceiverMessage,
     ReceiverOpened,
+    RoomExpected,
     SendDrained,
     SenderCommand,
     SendFailed,
@@ -624,6 +625,27 @@ def test_a_page_that_appears_twice_in_a_chunk_fails_the_room():
 
 
 # ---- deadlines -----------------------------------------------------------------------------------------------------
+
+
+def test_a_room_that_a_request_waits_for_is_kept_from_the_last_time_on_that_somebody_said_so():
+    sender = machine()
+    for said_at, deadline in ((8.0, 18.0), (3.0, 18.0), (17.0, 27.0)):
+        assert sender.handle(RoomExpected(said_at), said_at) == []
+        assert (sender.state, sender.deadline) == (BOOTSTRAP, deadline)
+    assert sender.handle(Tick(), 26.9) == []
+    sender.handle(Tick(), 27.0)
+    assert isinstance(sender.error, TransferTimeoutError)
+    sender.handle(RoomExpected(27.5), 27.5)
+    assert sender.state is FAILED
+
+
+def test_no_other_wait_gets_longer_by_it():
+    sender = machine()
+    sender.handle(opened(), 1.0)
+    sender.handle(RoomExpected(20.0), 20.0)
+    assert sender.deadline == 21.0
+    sender.handle(Tick(), 21.0)
+    assert sender.state is FAILED
 
 
 def expires(sender: SenderMachine, at: float, message: str) -> list[SenderCommand]:

@@ -54,7 +54,13 @@ _S = SenderState
 _R = ReceiverState
 
 HOLDINGS: Sequence[Holding] = (
-    Holding(_S.BOOTSTRAPPING, "every decode rank has opened the room", ("bootstrap_s",)),
+    Holding(
+        _S.BOOTSTRAPPING,
+        "every decode rank has opened the room",
+        ("bootstrap_s",),
+        unless="a decode rank says that a request waits there for it (`DecodeEndpoint.expect`), with every heartbeat: "
+        "as long as that lasts",
+    ),
     Holding(_S.WAITING_FOR_INPUT, "the next chunk is handed in", ("waiting_s",)),
     Holding(
         _S.TRANSFERRING,
