@@ -11,7 +11,7 @@ from typing import Any
 
 
 def schedule_asynchronously() -> None:
-    """Leaves it on in this process, and in those that it forks. Called before an engine is made."""
+    """Leaves it on in this process, where the engine's only worker must be. Called before an engine is made."""
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 

@@ -45,8 +45,8 @@ class Engines:
         return self._begun[name]
 
     def prefill(self, name: str, **changes: Any) -> EngineProcess:
-        """A prefill engine. It schedules asynchronously unless that is changed, as GPUs do."""
-        changes = {"role": "kv_producer", "is_asynchronous": True, **changes}
+        """A prefill engine. One of one rank schedules asynchronously, as GPUs do, unless that is changed."""
+        changes = {"role": "kv_producer", "is_asynchronous": changes.get("tp", 1) == 1, **changes}
         return self._begun.get(name) or self.begin(name, **changes)
 
     def decode(self, name: str, **changes: Any) -> EngineProcess:

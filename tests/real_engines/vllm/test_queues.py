@@ -60,10 +60,10 @@ def keep_busy(decode: EngineProcess, requests: int) -> list[str]:
 def test_a_queue_that_is_longer_than_the_hold_loses_nothing(engines: Engines):
     pair = connected(Pair(engines.prefill("prefill"), engines.decode("decode")))
     each, free, before = prompts(3, 6, shortest=600, longest=600), pair.free_blocks(), pair.received
-    told = [computed(pair.prefill, f"queued-{number}", prompt) for number, prompt in enumerate(each)]
     begun_at = time.monotonic()
     for number, prompt in enumerate(each):
-        pair.decode.submit(f"queued-{number}", prompt, LONG, told[number])
+        name = f"queued-{number}"
+        pair.decode.submit(name, prompt, LONG, computed(pair.prefill, name, prompt))
     outputs = [pair.decode.output(f"queued-{number}") for number in range(len(each))]
     assert time.monotonic() - begun_at > 1.5 * HOLD_S, "the queue was short: the test shows nothing"
     assert [output.reason for output in outputs] == ["length"] * len(each), pair.said

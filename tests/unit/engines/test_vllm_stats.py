@@ -59,6 +59,12 @@ def test_a_room_that_nobody_opens_expires(begin: Callable[..., Requests]):
     assert failed(both.prefill.endpoints[0].open(1)) == ["expiry"]
 
 
+def test_a_room_that_the_prefill_side_never_opens_expires(begin: Callable[..., Requests]):
+    both = begin(bootstrap_timeout_s=0.5)
+    both.decode.endpoints[0].connect(both.prefill.name, timeout_s=30.0)
+    assert failed(both.decode.endpoints[0].open(1, np.arange(1), engine=both.prefill.name)) == ["expiry"]
+
+
 def test_a_deadline_of_the_other_side_is_an_expiry_here(begin: Callable[..., Requests]):
     both = begin(bootstrap_timeout_s=1.0)
     sender = both.prefill.endpoints[0].open(1)

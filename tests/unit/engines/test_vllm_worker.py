@@ -211,9 +211,14 @@ def send(side: WorkerSide, group: str, name: str, room: int) -> None:
 
 
 def sent_of(side: WorkerSide, *ended: str) -> set[str]:
-    sent = side.results(set(ended)).sent
-    eventually("it is reported", lambda: sent.update(side.results(()).sent) or sent)
-    return sent
+    sent = [side.results(set(ended)).sent]
+
+    def is_reported() -> bool:
+        sent.append(side.results(()).sent)
+        return any(sent)
+
+    eventually("it is reported", is_reported)
+    return set().union(*sent)
 
 
 def test_a_request_that_vllm_needs_the_blocks_of_is_given_up_and_said(

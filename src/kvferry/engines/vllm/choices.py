@@ -17,6 +17,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
+from kvferry.engines.vllm import objects
+from kvferry.engines.vllm.parameters import ReceiveParameters, SendParameters
+
 MOST_REMEMBERED = 4096
 """A choice may be scheduled long after the first one has ended. Those of older requests are taken for first ones."""
 
@@ -75,3 +78,15 @@ class FirstChoices(Generic[First]):
         self._first[key] = first
         while len(self._first) > MOST_REMEMBERED:
             self._first.popitem(last=False)
+
+
+def send_key(request: objects.Request, params: SendParameters) -> Hashable | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
+    whole = whole_request(request.request_id, request.arrival_time)
+    return None if whole is None else (whole, params.room if params.is_known else None)
+
+
+def fetch_key(request: objects.Request, params: ReceiveParameters) -> Hashable | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
+    whole = whole_request(request.request_id, request.arrival_time)
+    return None if whole is None else (whole, params.engine, params.room)

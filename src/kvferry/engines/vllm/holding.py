@@ -31,9 +31,7 @@ class HeldRequests:
         self._hold_s = hold_s
         self._now = now
         self._held: dict[str, _Held] = {}
-
-    def __len__(self) -> int:
-        return len(self._held)
+        self._unserved_blocks = 0
 
     def add(self, request: str, blocks: int) -> None:
         """Takes a request that is computed, with so many blocks."""
@@ -43,13 +41,26 @@ class HeldRequests:
         """Drops a request whose blocks are vLLM's again."""
         self._held.pop(request, None)
 
-    def to_give_up(self, missing_blocks: int) -> list[str]:
-        """Returns those to be given up so that as many blocks come back, each once; no more than are needed.
+    def asked(self, blocks: int) -> None:
+        """Takes how many blocks the request takes that vLLM would schedule next."""
+        self._unserved_blocks = blocks
+
+    def served(self) -> None:
+        """Takes that it has got them."""
+        self._unserved_blocks = 0
+
+    def to_give_up(self, free_blocks: int) -> list[str]:
+        """Returns those to be given up for a request that has got no blocks in a step, each once.
+
+        They are no more than are needed; what was given up before and has not come back yet counts as coming.
 
         Args:
-            missing_blocks: how many vLLM lacks. Those of earlier calls that have not come back yet count as coming.
+            free_blocks: how many vLLM has.
         """
-        missing = missing_blocks - sum(held.blocks for held in self._held.values() if held.is_needed)
+        unserved, self._unserved_blocks = self._unserved_blocks, 0
+        if unserved <= free_blocks:
+            return []
+        missing = unserved - free_blocks - sum(held.blocks for held in self._held.values() if held.is_needed)
         latest, chosen = self._now() - self._hold_s, []
         for request, held in self._held.items():
             if missing <= 0 or held.since > latest:

@@ -8,16 +8,17 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, whole_request
+from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, fetch_key, send_key
 from kvferry.engines.vllm.holding import HeldRequests
+from kvferry.engines.vllm.objects import Block, BlockPool, BlockTables, Request
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
     SendParameters,
@@ -39,49 +40,8 @@ so that beside each other (MultiConnector) the two cut once."""
 _ENDED = "ended on the prefill side before"
 
 
-class Block(Protocol):
-    """A block of vLLM's; a null one stands for a block that is not kept."""
-
-    block_id: int
-    is_null: bool
-
-
-class Request(Protocol):
-    """What is needed of a request of vLLM's."""
-
-    request_id: str
-    arrival_time: float
-    num_prompt_tokens: int
-    num_computed_tokens: int
-    kv_transfer_params: dict[str, Any] | None
-    prompt_token_ids: list[int] | None
-    prompt_embeds: Any
-    max_tokens: int
-    _all_token_ids: list[int]
-
-    def get_skip_reading_prefix_cache(self) -> bool:
-        """Whether all of its prompt is computed where it is, whatever is cached."""
-
-
-BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
-"""The blocks of a request, group by group."""
-
-
 Conditions = Callable[[Any, int], dict[str, bytes]]
 """What the cache of a request depends on; see `identity.Conditions`."""
-
-
-class BlockPool(Protocol):
-    """What keeps blocks from being given to others."""
-
-    def touch(self, blocks: Sequence[Any]) -> None:
-        """Adds a reference to each."""
-
-    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
-        """Drops a reference to each."""
-
-    def get_num_free_blocks(self) -> int:
-        """Returns how many can be given to requests."""
 
 
 @dataclass(slots=True)
@@ -153,7 +113,6 @@ class SchedulerSide:
         self._sending: dict[str, _Sending] = {}
         self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._held = HeldRequests(hold_s)
-        self._unserved: Request | None = None  # the last that was asked about and has got no blocks since
         self._receiving: set[str] = set()
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
@@ -206,7 +165,7 @@ class SchedulerSide:
             params = self._receive_parameters(request)
         except UsageError:
             return  # it is said when the request is scheduled
-        if params is not None and self._fetched_choices.get(_fetch_key(request, params)) is None:
+        if params is not None and self._fetched_choices.get(fetch_key(request, params)) is None:
             self._step.expect[params.room] = params.engine
 
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
@@ -216,7 +175,7 @@ class SchedulerSide:
         """
         if request.kv_transfer_params and not self._are_conditions_known(request, self._sent_tokens(request)):
             return None
-        self._unserved = request
+        self._held.asked(sum(-(-request.num_prompt_tokens // group.table_tokens) for group in self._groups))
         try:
             params = self._receive_parameters(request)
         except UsageError as error:
@@ -227,7 +186,7 @@ class SchedulerSide:
         if params is None:
             return 0
         tokens = max(0, self._sent_tokens(request) - computed_tokens)
-        fetch = self._fetched_choices.get(_fetch_key(request, params))
+        fetch = self._fetched_choices.get(fetch_key(request, params))
         if fetch is None or fetch.state is FetchState.FAILED:
             return tokens
         if fetch.state is FetchState.FETCHING:
@@ -242,7 +201,8 @@ class SchedulerSide:
             blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
-        name, self._unserved = request.request_id, None
+        name = request.request_id
+        self._held.served()
         try:
             params = self._receive_parameters(request)
             if params is not None:
@@ -268,7 +228,7 @@ class SchedulerSide:
 
     def _begin_to_send(self, params: SendParameters, request: Request) -> None:
         name = request.request_id
-        key = _send_key(request, params)
+        key = send_key(request, params)
         if key is not None:
             first = self._sent_choices.get(key)
             if first is not None:
@@ -284,7 +244,7 @@ class SchedulerSide:
         self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
     ) -> None:
         """Fetches a request, unless it is a choice of one that was fetched."""
-        key = _fetch_key(request, params)
+        key = fetch_key(request, params)
         fetch = self._fetched_choices.get(key)
         if fetch is not None:
             if tokens:
@@ -417,17 +377,9 @@ class SchedulerSide:
         for name, sending in list(self._unfinished.items()):
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
-        step.needed = self._held.to_give_up(self._missing_blocks())
+        if self._pool is not None:
+            step.needed = self._held.to_give_up(self._pool.get_num_free_blocks())
         return step
-
-    def _missing_blocks(self) -> int:
-        """Returns how many blocks vLLM lacks for the request that it would schedule next."""
-        request, self._unserved = self._unserved, None
-        if request is None or not self._held:
-            return 0
-        assert self._pool is not None
-        needed = sum(-(-request.num_prompt_tokens // group.table_tokens) for group in self._groups)
-        return needed - self._pool.get_num_free_blocks()
 
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:
         computed_tokens = min(computed_tokens, sending.tokens)
@@ -511,7 +463,7 @@ class SchedulerSide:
         if params is None:
             return
         _settled(request)
-        key = _fetch_key(request, params)
+        key = fetch_key(request, params)
         if self._fetched_choices.get(key) is None:
             if key is not None:
                 self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
@@ -530,7 +482,7 @@ class SchedulerSide:
             return  # nobody can ask for it
         if params is None or not params.is_known:
             return
-        if is_first or self._sent_choices.get(_send_key(request, params)) is None:
+        if is_first or self._sent_choices.get(send_key(request, params)) is None:
             self._step.refuse[params.room] = f"the request {_ENDED} any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
@@ -561,18 +513,6 @@ class SchedulerSide:
     def _sent_tokens(self, request: Request) -> int:
         held_back = 0 if _is_shortened(request) else self._held_back_tokens
         return max(0, request.num_prompt_tokens - held_back)
-
-
-def _send_key(request: Request, params: SendParameters) -> Hashable | None:
-    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
-    whole = whole_request(request.request_id, request.arrival_time)
-    return None if whole is None else (whole, params.room if params.is_known else None)
-
-
-def _fetch_key(request: Request, params: ReceiveParameters) -> Hashable | None:
-    """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
-    whole = whole_request(request.request_id, request.arrival_time)
-    return None if whole is None else (whole, params.engine, params.room)
 
 
 def _settled(request: Request) -> None:

@@ -23,6 +23,7 @@ _KINDS: tuple[tuple[type[Exception], str], ...] = (
     (errors.RegistryError, "disconnect"),
     (errors.EndpointClosedError, "disconnect"),
     (errors.TransferTimeoutError, "expiry"),
+    (errors.UnknownRoomError, "expiry"),
     (errors.TransferRefusedError, "refused"),
     (errors.PeerError, "refused"),
     (errors.TransferAbortedError, "aborted"),
