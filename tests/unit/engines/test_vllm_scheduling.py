@@ -199,6 +199,22 @@ class TestSending:
         assert keeps
         assert parameters is not None
 
+    def test_what_is_kept_of_a_request_is_given_back_when_it_is_preempted(self):
+        """It is computed again, in other blocks, and may need these."""
+        scheduler, request = Scheduler(FULL, WINDOW), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 14)
+        assert scheduler.pool.kept == [152, 153]
+        request.num_computed_tokens = 0
+        scheduler.step(preempted=("r",))
+        assert scheduler.pool.kept == []
+        scheduler.allocate(request, first=200)
+        scheduler.step(request, 14)
+        assert scheduler.pool.kept == [252, 253]
+        scheduler.side.finished(request, is_aborted=False)
+        scheduler.side.reported(["r"], [])
+        assert scheduler.pool.kept == []
+
     def test_a_preempted_request_that_ends_before_it_is_computed_again_is_given_up_and_not_answered(self):
         """Its blocks are another's by then."""
         scheduler, request = Scheduler(), prefill_request(14)

@@ -374,6 +374,7 @@ class SchedulerSide:
                 # All is computed again, and given to the workers again: they know what they still lack.
                 sending.is_complete = False
                 self._unfinished[name] = sending
+                self._release(sending)
         for name, sending in list(self._unfinished.items()):
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
@@ -414,6 +415,13 @@ class SchedulerSide:
         assert self._pool is not None
         self._pool.touch(blocks)
         sending.kept += blocks
+
+    def _release(self, sending: _Sending) -> None:
+        """Gives back what was kept of a request: nobody reads it any more, or the workers see to that."""
+        kept, sending.kept = sending.kept, []
+        if kept:
+            assert self._pool is not None
+            self._pool.free_blocks(kept)
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
@@ -497,9 +505,8 @@ class SchedulerSide:
             self._held.forget(name)
             self._unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
             sending = self._sending.pop(name, None)
-            if sending is not None and sending.kept:
-                assert self._pool is not None
-                self._pool.free_blocks(sending.kept)
+            if sending is not None:
+                self._release(sending)
         self._receiving.difference_update(received)
         for name in received:
             fetch = self._fetches.get(name)
