@@ -64,7 +64,10 @@ class Request:
 
 
 class Pool:
-    """Keeps nothing: no block is given away here."""
+    """Keeps nothing: no block is given away here, and there are more than enough."""
+
+    def get_num_free_blocks(self) -> int:
+        return 1 << 20
 
     def touch(self, blocks: Any) -> None:
         pass
