@@ -251,6 +251,30 @@ class _Engine:
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def rpc(self, method: str, arguments: Mapping[str, Any]) -> list[Any]:
+        """Calls a method of every worker, as servers are asked to from outside."""
+        return list(self.engine.collective_rpc(method, kwargs=dict(arguments)))
+
+    def name_weights(self, name: str) -> None:
+        self.engine.set_weight_version(name)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def restore_caches(self) -> None:
+        """What vLLM 0.33 asks of connectors where it sleeps and wakes up."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        get_kv_transfer_group().unregister_kv_caches()
+        get_kv_transfer_group().restore_kv_caches()
+
+    def load_adapter(self, name: str) -> None:
+        """Loads an adapter anew, in the place of what it was."""
+        from vllm.lora.request import LoRARequest
+
+        number, path = self.adapters[name]
+        self.engine.add_lora(LoRARequest(name, number, str(path), load_inplace=True))
+
     def preemptions(self) -> float:
         return self.metric("vllm:num_preemptions_total")
 

@@ -16,12 +16,18 @@ from kvferry.errors import LayoutError, SettingsError
 
 
 def configuration(
-    *, experts: bool = False, hisparse: object = None, lookahead: int = 0, has_parts: bool = False
+    *,
+    experts: bool = False,
+    hisparse: object = None,
+    lookahead: int = 0,
+    has_parts: bool = False,
+    sleeps: bool = False,
 ) -> Any:
     """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
     return SimpleNamespace(
         aux_output_config=SimpleNamespace(enable_return_routed_experts=experts),
         attention_config=SimpleNamespace(hisparse_config=hisparse),
+        model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         num_prefill_lookahead_tokens=lookahead,
         parallel_config=SimpleNamespace(use_ubatching=has_parts),
     )
@@ -39,12 +45,17 @@ def test_what_is_right_is_not_refused():
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server",
         ),
         ({"hisparse": object()}, "leave out hisparse_config and the HiSparseConnector"),
+        ({"sleeps": True}, "--enable-sleep-mode: waking replaces the KV cache's memory"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_name(changes: dict[str, Any], said: str):
     with pytest.raises(SettingsError, match="kvferry's connector for vLLM cannot serve like this: ") as caught:
         refuse_what_would_be_wrong(configuration(**changes))
     assert said in str(caught.value)
+
+
+def test_a_vllm_that_tells_of_sleep_may_sleep():
+    refuse_what_would_be_wrong(configuration(sleeps=True), follows_sleep=True)
 
 
 def test_all_of_it_is_said_at_once():

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tests.support.waiting import eventually
 
-from kvferry.engines.fingerprint import request_conditions
-from kvferry.engines.vllm import identity
 from kvferry.engines.vllm.identity import (
     BY_PLACE,
     Conditions,
@@ -266,11 +262,11 @@ def image(identifier: str, offset: int = 1) -> Any:
 
 def request(*tokens: int, **more: Any) -> Any:
     usual = {"prompt_token_ids": list(tokens), "prompt_embeds": None, "lora_request": None, "mm_features": []}
-    return SimpleNamespace(**usual | {"cache_salt": None} | more)
+    return SimpleNamespace(**usual | {"request_id": "a", "cache_salt": None} | more)
 
 
 def lora(name: str, number: int = 1, path: str = "/not/here") -> Any:
-    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path)
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=False)
 
 
 @pytest.mark.parametrize(
@@ -302,6 +298,15 @@ def test_images_are_told_apart_by_place_where_digests_are_not_the_same_on_both_s
     assert "multimodal" in why_different(one, moved)
 
 
+def test_weights_that_were_replaced_count_and_those_of_the_start_are_not_said():
+    """A server that has never heard of it is one that was not changed."""
+    ours, theirs = Conditions(), Conditions()
+    for content in ("first", "second"):
+        ours.weights.found(content)
+    difference = why_different(ours.of(request(1), 1), theirs.of(request(1), 1))
+    assert difference == "the prefill side's request names a weights version, the decode side's names none"
+
+
 def test_embeddings_instead_of_tokens_count_as_far_as_they_are_exchanged():
     def given(*values: float) -> dict[str, bytes]:
         embeddings = torch.tensor([[value] for value in values], dtype=torch.bfloat16)
@@ -309,38 +314,6 @@ def test_embeddings_instead_of_tokens_count_as_far_as_they_are_exchanged():
 
     assert given(1, 2, 3) == given(1, 2, 4)
     assert "another prompt embedding" in why_different(given(1, 2, 3), given(1, 5, 3))
-
-
-def test_an_adapter_is_its_files_whatever_it_is_called_and_is_read_once(tmp_path: Path):
-    for name, content in (("a", b"1"), ("b", b"1"), ("c", b"2")):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_model.bin").write_bytes(content)
-        (tmp_path / name / "adapter_config.json").write_text("{}")
-    conditions = Conditions()
-    first, second, third = (
-        conditions.of(request(1, lora_request=lora(name, 1, str(tmp_path / name))), 1) for name in "abc"
-    )
-    assert first == second != third
-    (tmp_path / "a" / "adapter_model.bin").unlink()
-    assert conditions.of(request(1, lora_request=lora("a", 1, str(tmp_path / "a"))), 1) == first
-
-
-def test_an_adapter_is_read_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """On a disk that takes its time, vLLM's scheduler goes on."""
-    may_go_on = threading.Event()
-
-    def slow(directory: Path) -> str:
-        assert may_go_on.wait(30)
-        return f"read by {threading.current_thread().name}"
-
-    monkeypatch.setattr(identity, "adapter_identity", slow)
-    conditions, given = Conditions(), request(1, lora_request=lora("a", 1, str(tmp_path)))
-    assert conditions.are_known(request(1), 1)
-    assert not conditions.are_known(given, 1)
-    assert not conditions.are_known(given, 1), "it is being read"
-    may_go_on.set()
-    eventually("it was read", lambda: conditions.are_known(given, 1))
-    assert conditions.of(given, 1) == request_conditions([1], lora="read by kvferry-vllm-adapters_0")
 
 
 def test_how_images_are_told_apart_is_a_field_of_models_that_take_them():

@@ -456,6 +456,48 @@ class TestReceiving:
         assert not caplog.text, "said once"
 
 
+class TestWhatIsOutdated:
+    """As where weights are replaced."""
+
+    def test_what_is_sent_ends_and_nothing_more_of_it_leaves(self):
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 6)
+        scheduler.side.outdate([request], "replaced")
+        step = scheduler.step(request, 8)
+        assert (step.send, step.give_up) == ([], {"r": "replaced"})
+        assert scheduler.side.finished(request, is_aborted=False) == (True, None), "its blocks may still be read"
+
+    def test_what_waits_to_be_fetched_ends_too(self):
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 14)
+        assert scheduler.side.finished(request, is_aborted=False)[0]
+        assert scheduler.side.being_sent == [request]
+        scheduler.side.outdate(scheduler.side.being_sent, "replaced")
+        assert scheduler.step().give_up == {"r": "replaced"}
+
+    def test_what_nobody_knows_of_yet_is_refused_when_it_ends(self):
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.side.outdate([request], "replaced")
+        step = scheduler.step(request, 14)
+        assert step.send == []
+        assert step.give_up == {}
+        assert scheduler.side.finished(request, is_aborted=False) == (False, None)
+        assert scheduler.step().refuse.keys() == {9}
+
+    def test_what_is_fetched_ends_and_what_has_come_does_not(self):
+        scheduler, request = Scheduler(), decode_request(14)
+        scheduler.allocate(request, external=13)
+        scheduler.step()
+        scheduler.side.outdate([request], "replaced")
+        assert scheduler.step().give_up == {"r": "replaced"}
+        scheduler.side.reported([], ["r"], ["r"])
+        scheduler.side.outdate([request], "replaced")
+        assert scheduler.step().give_up == {}
+
+
 class TestHoldingBack:
     """A model that drafts with three modules: what they cache of the last three tokens depends on drafts."""
 
@@ -685,13 +727,17 @@ class TestChoicesThatAreFetched:
     def preempted(self, first: Request, scheduler: Scheduler) -> None:
         first.num_computed_tokens = 0
 
+    def was_outdated(self, first: Request, scheduler: Scheduler) -> None:
+        scheduler.side.outdate([first], "replaced")
+        scheduler.step()
+
     def left_the_window(self, first: Request, scheduler: Scheduler) -> None:
         scheduler.tables["0_r"][1][2].is_null = True
 
     def had_another_prompt(self, first: Request, scheduler: Scheduler) -> None:
         first.prompt_token_ids = [2] * 14
 
-    @pytest.mark.parametrize("event", [ended, preempted, left_the_window, had_another_prompt])
+    @pytest.mark.parametrize("event", [ended, preempted, was_outdated, left_the_window, had_another_prompt])
     def test_where_the_first_has_lost_it_the_others_are_computed(self, event):
         scheduler, (first, second, _) = self.fetched(FULL, WINDOW)
         event(self, first, scheduler)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -19,7 +20,7 @@ from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.stats import MEMORY, NOT_OPENED
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.engines.vllm.worker import WorkerSide
-from kvferry.errors import QueueFullError
+from kvferry.errors import QueueFullError, TransferError
 from kvferry.layout import Device, MemoryKind, RankLayout
 from kvferry.testing import LocalNetwork
 
@@ -52,6 +53,9 @@ class Receiver:
     def add_change_callback(self, callback: Callable[[], None]) -> None:
         self.callbacks.append(callback)
 
+    def abort(self, reason: str) -> None:
+        pass  # as where it has ended
+
     def end(self, state: TransferState, *, pages_reusable: bool = True) -> None:
         self.state, self._are_pages_reusable = state, pages_reusable
         for callback in self.callbacks:
@@ -66,6 +70,7 @@ class Decode:
         self.expected: list[tuple[int, str]] = []
         self.refused: list[int] = []
         self.is_full = False
+        self.quarantined_pages = 0
         self.end_at_once: TransferState | None = None
 
     def open(self, room: int, pages: dict[str, GroupPages], **_: Any) -> Receiver:
@@ -85,6 +90,9 @@ class Decode:
 
     def close(self) -> None:
         pass
+
+    def status(self) -> Any:
+        return SimpleNamespace(quarantined_pages=self.quarantined_pages)
 
 
 def described(pages_per_block: int) -> DescribedCaches:
@@ -155,6 +163,29 @@ def test_a_request_that_ended_before_anybody_could_be_called_back_is_reported(st
     receive(side, group, "r")
     assert side.results(()).failed == {"r"}
     assert side.results(()).received == set()
+
+
+def test_what_came_of_a_request_that_was_given_up_is_not_used(start: Callable[..., Started]):
+    """All of it may have come before anybody here was told."""
+    side, decode, group = start()
+    receive(side, group, "given up", "other")
+    side.results(())
+    for receiver in decode.opened:
+        receiver.end(TransferState.SUCCESS)
+    side.after(Step(give_up={"given up": "the weights were replaced"}), None)
+    results = side.results(())
+    assert (results.received, results.failed) == ({"given up", "other"}, {"given up"})
+
+
+@pytest.mark.parametrize("pages", [0, 3])
+def test_memory_that_may_still_be_written_is_not_given_back(start: Callable[..., Started], pages: int):
+    side, decode, _ = start()
+    decode.quarantined_pages = pages
+    if pages:
+        with pytest.raises(TransferError, match="3 pages of vLLM's caches may still be written or read"):
+            side.release()
+    else:
+        side.release()
 
 
 @pytest.mark.parametrize("ratio", [1, 3])

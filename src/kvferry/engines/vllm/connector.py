@@ -32,6 +32,7 @@ from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape, fetches_behind_attention
+from kvferry.engines.vllm.changes import Changes, watch
 from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.drafts import draft_layers
@@ -116,15 +117,19 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = letting_all_come(on_all_processors(lambda: Settings(**transfer.kv_connector_extra_config)))
         is_scheduler = role is KVConnectorRole.SCHEDULER
         self._sends_layers = self._settings.layer_ranges > 1 and transfer.is_kv_producer
-        refuse_what_would_be_wrong(vllm_config, sends_layers=self._sends_layers)
+        follows_sleep = hasattr(KVConnectorBase_V1, "restore_kv_caches")  # since vLLM 0.33
+        refuse_what_would_be_wrong(vllm_config, sends_layers=self._sends_layers, follows_sleep=follows_sleep)
         self._stages = 1 if is_scheduler else vllm_config.parallel_config.pipeline_parallel_size
         with telling_problems(self._stages):
             self._groups = groups_of(kv_cache_config, vllm_config.parallel_config)
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self.changes: Changes | None = None
         if notice := buffer_notice(transfer.kv_buffer_device, current_platform.device_type):
             log.warning(notice)
         if is_scheduler:
+            from vllm.v1.engine.core import EngineCore  # not in workers
+
             conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
                 self._groups,
@@ -137,6 +142,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 conditions=conditions.of,
                 are_conditions_known=conditions.are_known,
             )
+            self.changes = Changes(self._scheduler, conditions, follows_sleep=follows_sleep)
+            watch(EngineCore)
             watch_for_termination(self._scheduler.drain)
 
     def shutdown(self) -> None:
@@ -145,10 +152,28 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if worker is not None:
             worker.close()
 
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:  # noqa: ARG003 - vLLM's
+        """Says that caches are registered anew when their memory has been replaced; vLLM asks since 0.33."""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Closes the worker's endpoints, before vLLM gives the caches' memory back: nobody writes to it any more."""
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.release()
+
+    def restore_kv_caches(self) -> None:
+        """Starts them anew, once the caches have memory again. Peers find this worker as one that was restarted."""
+        if self._worker is None:
+            self.register_kv_caches(self._kv_caches)
+            self._worker_side.announce()
+
     # ---- in the workers -------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Describes and registers this worker's caches and starts its endpoints; at the start, where it may wait."""
+        self._kv_caches = kv_caches
         with telling_problems(self._stages):
             place = worker_place(self._vllm_config.parallel_config)
             check_turns(self._groups, place.tokens)
@@ -284,10 +309,12 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return select(kv_cache_manager.get_blocks(request).blocks)
 
         self._scheduler_side.bind(tables, kv_cache_manager.block_pool)
+        self._changes.bind(tables, kv_cache_manager.block_pool)
 
     def on_new_request(self, request: Request) -> None:
         """Takes a request that has just come in."""
         self._scheduler_side.came_in(request)
+        self._changes.came_in(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Returns how many tokens to fetch, None to be asked again later, and whether in the background."""
@@ -323,8 +350,14 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Returns whether a request's blocks must be kept, and its answer's parameters for the decode server."""
+        self._changes.ended(request)
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
         return self._scheduler_side.finished(request, is_aborted=is_aborted)
+
+    def reset_cache(self) -> bool:
+        """Ends what is on its way, as where vLLM's own caches are cleared after a change of its weights."""
+        self._changes.reset()
+        return True
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Does the same where vLLM's MultiConnector calls it, beside a connector without hybrid caches."""
@@ -336,6 +369,11 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _scheduler_side(self) -> SchedulerSide:
         assert self._scheduler is not None, "only the scheduler calls this"
         return self._scheduler
+
+    @property
+    def _changes(self) -> Changes:
+        assert self.changes is not None, "only the scheduler calls this"
+        return self.changes
 
     @property
     def _worker_side(self) -> WorkerSide:

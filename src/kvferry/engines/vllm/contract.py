@@ -55,12 +55,25 @@ _HOOKS = {
     "request_finished": "self, request, block_ids",
 }
 
+_CORE = "vllm.v1.engine.core:EngineCore"
+_HANDSHAKE = "get_kv_connector_handshake_metadata"
+_TURNS = "adjust_dcp_kv_cache_interleave_size"
+
+_FOUND = "prefill ranks are found from then on, once graphs are captured"
+_SETTLED = "in which turns ranks take tokens is settled before ours reads it"
 _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
 _NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
 """Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
+
+_NEW_IN_0_33 = {
+    "supports_sleep_mode": "cls, kv_transfer_config",
+    "unregister_kv_caches": "self",
+    "restore_kv_caches": "self",
+}
+"""What it asks of sleep and waking; before, it told connectors of neither."""
 
 
 def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
@@ -108,11 +121,6 @@ def _callers() -> Iterator[Line]:
     )
     yield Mentions(
         f"{_SCHEDULER}._handle_failed_recving", ("recompute_kv_load_failures",), "failures follow the policy"
-    )
-    yield Mentions(
-        "vllm.v1.engine.core:EngineCore.__init__",
-        ("_initialize_kv_caches", "get_kv_connector_handshake_metadata"),
-        "prefill ranks are found from then on, once graphs are captured",
     )
     yield Mentions(
         "vllm.v1.engine.core:EngineCore._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so"
@@ -299,11 +307,57 @@ def _context_parallelism() -> Iterator[Line]:
         ("dcp_sharded", "dcp_world_size", "block_size"),
         "for how many tokens a block stands",
     )
+
+
+def _until_0_33() -> Iterator[Line]:
+    yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", _HANDSHAKE), _FOUND)
+
+
+def _in_0_32() -> Iterator[Line]:
+    yield Mentions("vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (_TURNS,), _SETTLED)
+
+
+def _since_0_33() -> Iterator[Line]:
+    for name, parameters in _NEW_IN_0_33.items():
+        yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
+    worker = "vllm.v1.worker.gpu_worker:Worker"
+    for caller in ("sleep", "discard"):
+        yield Mentions(f"{worker}.{caller}", ("unregister_kv_caches",), "memory is not written to that is given back")
+    yield Mentions(f"{worker}.wake_up", ("restore_kv_caches",), "new memory is registered")
+    yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", "_set_kv_connector_handshake_metadata"), _FOUND)
+    yield Mentions(f"{_CORE}._set_kv_connector_handshake_metadata", (_HANDSHAKE,), _FOUND)
+    yield Mentions(f"{_CORE}._initialize_kv_caches", (_TURNS, "set_kv_cache_layout"), _SETTLED)
+
+
+def _changes() -> Iterator[Line]:
+    """What tells of weights and adapters that are replaced in place, and has nobody find what they computed."""
+    needed_for = "what replaces weights and adapters is noticed there"
+    for name, parameters in {
+        "collective_rpc": "method, timeout=, args=, kwargs=",
+        "set_weight_version": "weight_version",
+        "add_lora": "lora_request",
+        "remove_lora": "lora_id",
+    }.items():
+        yield Signature(f"{_CORE}.{name}", f"self, {parameters}", needed_for)
+    yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler"), needed_for)
     yield Mentions(
-        "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized",
-        ("adjust_dcp_kv_cache_interleave_size",),
-        "in which turns ranks take tokens is settled before ours reads it",
+        "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update", ("collective_rpc", "finish_weight_update"), needed_for
     )
+    asleep = "memory is not given back that is registered"
+    for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
+        yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
+    yield Attributes("vllm.v1.executor.abstract:Executor", ("is_sleeping",), asleep)
+    yield Mentions("vllm.v1.executor.abstract:Executor.__init__", ("sleeping_tags",), asleep)
+    yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
+    yield Call("vllm.v1.executor.abstract:Executor.collective_rpc", 2, (), "workers are asked for their weights")
+    yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")
+    yield Signature(f"{_BASE}.reset_cache", "self", _CALLED)
+    yield Mentions(f"{_SCHEDULER}.reset_connector_cache", ("reset_cache",), _CALLED)
+    found = "nothing that old weights have computed is found again"
+    yield Mentions("vllm.v1.core.block_pool:BlockPool.__init__", ("num_gpu_blocks",), found)
+    yield Call("vllm.v1.core.block_pool:BlockPool.evict_blocks", 2, (), found)
+    yield Call("vllm.v1.request:Request.update_block_hashes", 1, (), found)
+    yield Mentions("vllm.v1.request:Request.__init__", ("block_hashes", "cache_salt"), found)
 
 
 def _identity() -> Iterator[Line]:
@@ -319,6 +373,7 @@ def _identity() -> Iterator[Line]:
             "hf_text_config",
             "disable_sliding_window",
             "multimodal_config",
+            "enable_sleep_mode",
         ),
         "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
         "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
@@ -328,7 +383,7 @@ def _identity() -> Iterator[Line]:
         "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
         "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
         "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
-        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path"),
+        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
     }
     for where, names in fields.items():
         yield Fields(where, names, "servers are compared by it")
@@ -394,13 +449,15 @@ def _cache_hit_source() -> Iterator[Line]:
 
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
-    others = (*_callers(), *_structures(), *_caches(), *_configuration(), *_identity(), *_connectors_and_metrics())
+    parts = (_callers, _structures, _caches, _configuration, _identity, _changes, _connectors_and_metrics)
+    others = (line for part in parts for line in part())
     return Contract("vLLM", (tried,), (*_hooks(unknown), *others, *more))
 
 
 CONTRACTS = (
-    _contract("0.31.0", _NEW_IN_0_32),
-    _contract("0.32.0", more=(*_context_parallelism(), *_cache_hit_source())),
+    _contract("0.31.0", _NEW_IN_0_32, _until_0_33()),
+    _contract("0.32.0", more=(*_until_0_33(), *_context_parallelism(), *_in_0_32(), *_cache_hit_source())),
+    _contract("0.33.0", more=(*_since_0_33(), *_context_parallelism())),
 )
 """What holds wherever vLLM runs, in each version that was tried."""
 
@@ -414,24 +471,24 @@ CPU_LINES: tuple[Line, ...] = (
 )
 """What holds besides where vLLM runs on a CPU."""
 
-_CORE = "vllm.v1.engine.core:EngineCoreProc"
+_SERVER = "vllm.v1.engine.core:EngineCoreProc"
 
 ENDING = Contract(
     "vLLM",
-    ("0.31.0", "0.32.0"),
+    ("0.31.0", "0.32.0", "0.33.0"),
     (
         Fields("vllm.config.vllm:VllmConfig", ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
         Mentions(
-            f"{_CORE}.run_engine_core",
+            f"{_SERVER}.run_engine_core",
             ("signal_handler", "SIGTERM", "shutdown_timeout"),
             "ours is called before its handler",
         ),
         Mentions(
-            f"{_CORE}._handle_shutdown",
+            f"{_SERVER}._handle_shutdown",
             ("shutdown_timeout", "has_work"),
             "it takes no new requests, and ends what it has",
         ),
-        Mentions(f"{_CORE}.has_work", ("has_requests",), "blocks that decode servers fetch are kept meanwhile"),
+        Mentions(f"{_SERVER}.has_work", ("has_requests",), "blocks that decode servers fetch are kept meanwhile"),
         Mentions(
             "vllm.v1.core.sched.interface:SchedulerInterface.has_requests",
             ("has_finished_requests",),

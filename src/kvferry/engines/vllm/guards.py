@@ -1,6 +1,6 @@
 """What vLLM refuses, or does otherwise, for connectors that it knows by name. It does not know ours.
 
-Where vLLM 0.32 asks for a connector's name, and what ours does there:
+Where vLLM 0.32 and 0.33 ask for a connector's name, and what ours does there:
 
 | where | what vLLM does for those that it knows | ours |
 |---|---|---|
@@ -30,22 +30,28 @@ from typing import Any
 from kvferry.errors import SettingsError
 
 
-def refuse_what_would_be_wrong(vllm_config: Any, *, sends_layers: bool = False) -> None:
+def refuse_what_would_be_wrong(vllm_config: Any, *, sends_layers: bool = False, follows_sleep: bool = False) -> None:
     """Refuses a configuration of vLLM's under which what is transferred would be wrong, or be missing something.
 
     Args:
         vllm_config: vLLM's `VllmConfig`.
         sends_layers: whether layers leave before their step is over.
+        follows_sleep: whether this vLLM tells connectors when it gives the caches' memory back.
 
     Raises:
         SettingsError: naming every option, and what to do.
     """
-    problems = list(_problems(vllm_config, sends_layers=sends_layers))
+    problems = list(_problems(vllm_config, sends_layers=sends_layers, follows_sleep=follows_sleep))
     if problems:
         raise SettingsError("kvferry's connector for vLLM cannot serve like this: " + "; ".join(problems))
 
 
-def _problems(vllm_config: Any, *, sends_layers: bool) -> Iterator[str]:
+def _problems(vllm_config: Any, *, sends_layers: bool, follows_sleep: bool) -> Iterator[str]:
+    if vllm_config.model_config.enable_sleep_mode and not follows_sleep:
+        yield (
+            "--enable-sleep-mode: waking replaces the KV cache's memory, which is registered, and this vLLM does not "
+            "tell connectors of it: leave it out, or use vLLM 0.33"
+        )
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server, so that the "

@@ -5,13 +5,12 @@ Nothing of vLLM is imported: the connector hands its objects in. What of vLLM's 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvferry.engines.checkpoints import adapter_identity, model_directory, weights_identity
+from kvferry.engines.checkpoints import model_directory, weights_identity
 from kvferry.engines.fingerprint import (
     NONE,
     CacheIdentity,
@@ -19,9 +18,10 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
+from kvferry.engines.vllm.adapters import Adapters, identified
 from kvferry.engines.vllm.parts import quant_mode
 from kvferry.engines.vllm.prompts import PromptDigests
-from kvferry.errors import ModelError
+from kvferry.engines.vllm.weights import WeightsVersion
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -51,8 +51,6 @@ in which TensorRT-LLM's kernels read them, at the same place and in as many byte
 
 _NOT_QUANTIZED = frozenset({"auto", "float16", "bfloat16"})
 _SCALED_BY_TENSOR = frozenset({"fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc"})
-
-_MOST_ADAPTERS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,20 +193,18 @@ class Conditions:
     """Digests of what the caches of requests depend on: what vLLM's own block hashes are made of."""
 
     def __init__(self, *, compares_content: bool = True) -> None:
-        """Begins with no adapters.
+        """Begins with no adapters, and the weights of the engine's start.
 
         Args:
             compares_content: whether vLLM's digests of multimodal inputs are the same on both sides.
         """
         self._compares_content = compares_content
-        self._adapters: dict[tuple[str, int, str], Future[str]] = {}
-        self._reader = ThreadPoolExecutor(1, "kvferry-vllm-adapters")
+        self.adapters, self.weights = Adapters(), WeightsVersion()
         self._prompts = PromptDigests()
 
     def are_known(self, request: Any, tokens: int) -> bool:
         """Whether `of` returns at once. What is not known is found out from now on, aside: adapters, long prompts."""
-        lora = getattr(request, "lora_request", None)
-        is_read = lora is None or self._adapter(lora).done()
+        is_read = self.adapters.is_known(request)
         return self._prompts.is_known(request, tokens) and is_read
 
     def of(self, request: Any, tokens: int) -> dict[str, bytes]:
@@ -221,12 +217,11 @@ class Conditions:
             tokens: how many of its prompt are exchanged, from the first on.
         """
         features = getattr(request, "mm_features", None) or ()
-        lora = getattr(request, "lora_request", None)
         return request_conditions(
             request.prompt_token_ids or (),
             count=tokens,
             embedding=_bytes_of(getattr(request, "prompt_embeds", None), tokens),
-            lora="" if lora is None else self._adapter(lora).result(),
+            lora=self.adapters.identity(request),
             multimodal=[
                 MultimodalInput(
                     f"{each.modality} {each.identifier}" if self._compares_content else each.modality,
@@ -237,29 +232,8 @@ class Conditions:
             ],
             salt=getattr(request, "cache_salt", None) or "",
             prompt=self._prompts.of(request, tokens),
+            weights=self.weights.text,
         )
-
-    def _adapter(self, lora: Any) -> Future[str]:
-        """Identifies an adapter aside, by its weights if they are here. They are read once."""
-        key = lora.lora_name, lora.lora_int_id, lora.lora_path
-        known = self._adapters.get(key)
-        if known is None:
-            name = f"the adapter {lora.lora_name!r}"
-            known = self._reader.submit(_identified, adapter_identity, Path(lora.lora_path), name)
-            self._adapters[key] = known
-            while len(self._adapters) > _MOST_ADAPTERS:
-                del self._adapters[next(iter(self._adapters))]
-        return known
-
-
-def _identified(identify: Callable[[Path], str], directory: Path, name: str) -> str:
-    """Identifies what a directory has, or says its name where there is nothing to read."""
-    try:
-        if directory.is_dir():
-            return identify(directory)
-    except ModelError as error:
-        log.warning("%s is identified by its name alone: %s", name, error)
-    return name
 
 
 def _weights(model: Any, load: Any) -> str:
@@ -268,7 +242,7 @@ def _weights(model: Any, load: Any) -> str:
     name = model.model_weights or model.model
     revision = f", revision {model.revision}" if model.revision else ""
     directory = model_directory(name, model.revision, load.download_dir)
-    return _identified(weights_identity, directory or Path(name), f"{name}{revision}")
+    return identified(weights_identity, directory or Path(name), f"{name}{revision}")
 
 
 def _speculative_model(vllm_config: Any, content_order: str) -> str:

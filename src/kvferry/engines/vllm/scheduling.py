@@ -425,6 +425,24 @@ class SchedulerSide:
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
+    @property
+    def being_sent(self) -> list[Request]:
+        """The requests that are sent, some of which have ended."""
+        return [each.request for each in self._sending.values()]
+
+    def outdate(self, requests: Iterable[Request], reason: str) -> None:
+        """Ends what is on its way of requests: what computed their caches is there no more."""
+        for request in requests:
+            name = request.request_id
+            sending, fetch = self._sending.get(name), self._fetches.get(name)
+            if fetch is not None:
+                fetch.request = None  # no other choice is to have it
+            if sending is not None:
+                self._unfinished.pop(name, None)
+                sending.depends_on = {}  # whatever were sent of it would be refused
+            if name in self._receiving or (sending is not None and sending.is_begun):
+                self._step.give_up[name] = reason
+
     def finished(self, request: Request, *, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
         """Ends a request.
 

@@ -32,7 +32,7 @@ from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import MEMORY, TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransferError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -109,6 +109,7 @@ class WorkerSide:
         self._incoming: dict[str, Receiver] = {}
         self._loads: dict[str, BlocksToReceive] = {}  # those whose blocks are to be cleared where nothing was written
         self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
+        self._given_up: set[str] = set()  # of those: what came of them is not to be used, even if all has
         self._not_begun: set[str] = set()
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
@@ -165,6 +166,20 @@ class WorkerSide:
         for endpoint in (self._prefill, self._decode):
             if endpoint is not None:
                 endpoint.close()
+
+    def release(self) -> None:
+        """Closes the endpoints, before vLLM gives the caches' memory back.
+
+        Raises:
+            TransferError: if something may still write to the caches, or read them: vLLM must not go on then.
+        """
+        self.close()
+        endpoints = [each for each in (self._prefill, self._decode) if each is not None]
+        if pages := sum(each.status().quarantined_pages for each in endpoints):
+            raise TransferError(
+                f"{pages} pages of vLLM's caches may still be written or read by transfers that have ended here, after "
+                "they were told to stop (KVFERRY_CLOSE_TIMEOUT_S): their memory must not be given back"
+            )
 
     # ---- what comes with a step -----------------------------------------------------------------------------------
 
@@ -242,6 +257,7 @@ class WorkerSide:
             receiver = self._incoming.get(request)
             if receiver is not None:
                 receiver.abort(reason)
+                self._given_up.add(request)
             elif self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
         for request in step.needed:
@@ -278,10 +294,11 @@ class WorkerSide:
                 self._log.received(request, receiver)
                 received.add(request)
                 load = self._loads.pop(request, None)
-                if receiver.state is not TransferState.SUCCESS:
+                if receiver.state is not TransferState.SUCCESS or request in self._given_up:
                     failed.add(request)  # vLLM clears its blocks itself, as it gives them out again
                 elif load is not None and self._loaded_blocks is not None:
                     self._loaded_blocks.clear(load, receiver.stats.absent)
+                self._given_up.discard(request)
         return Results(sent, received, failed)
 
     @property

@@ -1,0 +1,173 @@
+"""What LoRA adapters were when vLLM loaded them, which may be another thing than what lies at their paths by now.
+
+vLLM knows an adapter by its number, loads it when it is first needed or told to, may drop it and load it once more, and
+never looks whether its files have changed. So what is remembered of an adapter is what its files were then, and a
+request is compared by it only as long as they are the same: whatever has been loaded meanwhile was loaded from them.
+Where they are not, nobody knows what is loaded, and the request is like no other until vLLM is told to load it anew.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+from kvferry.engines.checkpoints import adapter_identity
+from kvferry.errors import ModelError
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
+
+_MOST_REQUESTS = 4096
+_MOST_READS = 8
+
+Files: TypeAlias = frozenset[tuple[str, int, int, int]]
+"""What lies in a directory: names, sizes, times of change and inodes. None of anything that is no directory."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Adapter:
+    """What an adapter is.
+
+    Attributes:
+        path: where it lies.
+        files: what lay there when it was read.
+        text: identifies it.
+    """
+
+    path: str
+    files: Files
+    text: str
+
+    def is_what(self, there: _Adapter) -> bool:
+        """Whether whatever was loaded since is this. With files gone, nothing else can have been."""
+        return self.text == there.text or (self.path == there.path and there.files <= self.files)
+
+
+class Adapters:
+    """The adapters of an engine, owned by its scheduler's thread. Files are read aside."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self.replaced: Callable[[str], None] = lambda _: None
+        """Told the name of an adapter that has become another. What was computed with it is not to be used."""
+        self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
+        self._texts: dict[str, str] = {}  # by name, as vLLM's prefix cache knows them
+        self._looks: dict[str, Future[_Adapter]] = {}  # at the files of adapters, by the request that needs them
+        self._reader = ThreadPoolExecutor(1, "kvferry-vllm-adapters")
+
+    def is_known(self, request: Any) -> bool:
+        """Whether `identity` would read no file for a request. What it needs is read from now on, aside.
+
+        Not at once where its adapter has become another: what vLLM found of it in its prefix cache was the other's.
+        """
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return True
+        look = self._look(request, lora)
+        return look.done() and not self._adopted(lora, look.result())
+
+    def identity(self, request: Any) -> str:
+        """Identifies a request's adapter; empty without one. Waits for it to be read, unless it is known."""
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return ""
+        found = self._look(request, lora).result()
+        self._adopted(lora, found)
+        self._looks.pop(request.request_id, None)
+        loaded = self._loaded[lora.lora_int_id]
+        if loaded.is_what(found):
+            return loaded.text
+        log.error(
+            "request %s is not exchanged: the files of LoRA adapter %r in %s have changed since vLLM loaded them, and "
+            "it may have either: load it again with load_inplace, on every server",
+            request.request_id,
+            lora.lora_name,
+            lora.lora_path,
+        )
+        return f"unknown {uuid4().hex}"
+
+    def files(self, lora: Any) -> Files:
+        """Returns what lies at an adapter's path."""
+        return _files(lora.lora_path)
+
+    def loaded(self, lora: Any, before: Files) -> None:
+        """Takes that vLLM was told to load an adapter, and has.
+
+        Args:
+            lora: vLLM's request for it.
+            before: what lay at its path before it was loaded.
+        """
+        if lora.lora_int_id in self._loaded and not lora.load_inplace:
+            return  # it was loaded already
+        found = _read(lora.lora_name, lora.lora_path, None)
+        if found.files != before:
+            found = _Adapter(found.path, found.files, f"unknown {uuid4().hex}")
+        self._adopt(lora, found)
+
+    def unloaded(self, number: int) -> None:
+        """Takes that vLLM was told to drop an adapter."""
+        self._loaded.pop(number, None)
+        self._looks.clear()
+
+    def _look(self, request: Any, lora: Any) -> Future[_Adapter]:
+        known = self._looks.get(request.request_id)
+        if known is None:
+            loaded = self._loaded.get(lora.lora_int_id)
+            known = self._reader.submit(_read, lora.lora_name, lora.lora_path, loaded)
+            self._looks[request.request_id] = known
+            while len(self._looks) > _MOST_REQUESTS:  # of requests that nobody asked about again
+                del self._looks[next(iter(self._looks))]
+        return known
+
+    def _adopted(self, lora: Any, found: _Adapter) -> bool:
+        """Takes what an adapter is that vLLM loads with a request. Returns whether it was another before."""
+        loaded = self._loaded.get(lora.lora_int_id)
+        if loaded is None or (lora.load_inplace and not loaded.is_what(found)):
+            return self._adopt(lora, found)
+        return False
+
+    def _adopt(self, lora: Any, found: _Adapter) -> bool:
+        before = self._texts.get(lora.lora_name, found.text)
+        self._loaded[lora.lora_int_id], self._texts[lora.lora_name] = found, found.text
+        if before == found.text:
+            return False
+        self._looks.clear()  # they were at files before
+        log.warning("LoRA adapter %r has become another: what was computed with it is used no more", lora.lora_name)
+        self.replaced(lora.lora_name)
+        return True
+
+
+def identified(identify: Callable[[Path], str], directory: Path, name: str) -> str:
+    """Identifies what a directory has, or says its name where there is nothing to read."""
+    try:
+        if directory.is_dir():
+            return identify(directory)
+    except ModelError as error:
+        log.warning("%s is identified by its name alone: %s", name, error)
+    return name
+
+
+def _read(name: str, path: str, loaded: _Adapter | None) -> _Adapter:
+    """Reads what an adapter is, unless it is what was loaded."""
+    for _ in range(_MOST_READS):
+        files = _files(path)
+        if loaded is not None and loaded.is_what(_Adapter(path, files, "")):
+            return loaded
+        text = identified(adapter_identity, Path(path), f"the adapter {name!r}")
+        if _files(path) == files:  # else they were written meanwhile
+            return _Adapter(path, files, text)
+    return _Adapter(path, files, f"unknown {uuid4().hex}")
+
+
+def _files(path: str) -> Files:
+    try:
+        with os.scandir(path) as entries:
+            kept = [(each.name, each.stat()) for each in entries if each.is_file()]
+    except OSError:
+        return frozenset()
+    return frozenset((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in kept)

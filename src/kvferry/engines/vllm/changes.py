@@ -1,0 +1,254 @@
+"""What changes in an engine that runs: weights and adapters that are replaced in place, and caches that are reset.
+
+vLLM tells connectors of the last alone. The others are asked of its core, in the process and on the thread of its
+scheduler, between two steps; so what it is asked is watched there. A change ends what is on its way from before, and
+what was cached before is found by nobody any more: it would be sent, or answered from, as if the new weights had
+computed it. Requests that go on with what they have, as vLLM lets them, share nothing of it with others.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+from uuid import uuid4
+
+from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.identity import Conditions
+from kvferry.engines.vllm.objects import BlockTables
+from kvferry.engines.vllm.scheduling import SchedulerSide
+from kvferry.engines.vllm.weights import content_of, parameter_sums
+from kvferry.errors import UsageError
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
+
+_UNTIL_FINISHED = frozenset({"start_weight_update", "update_weights"})
+"""What workers are asked in the middle of an update: until it is finished, nobody knows what the weights are."""
+
+
+class _BlockPool(Protocol):
+    num_gpu_blocks: int
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Has nobody find these in the prefix cache."""
+
+
+class Changes:
+    """Takes what changes in the engine of a connector's side in the scheduler. Owned by its thread."""
+
+    def __init__(self, side: SchedulerSide, conditions: Conditions, *, follows_sleep: bool = False) -> None:
+        """Begins with an engine that has just started.
+
+        Args:
+            side: what sends and fetches.
+            conditions: what caches depend on.
+            follows_sleep: whether this vLLM tells connectors when it gives the caches' memory back.
+        """
+        self._follows_sleep = follows_sleep
+        self._side, self._conditions = side, conditions
+        self._requests: dict[str, Any] = {}  # those that have come in and not ended
+        self._tables: BlockTables | None = None
+        self._pool: _BlockPool | None = None
+        self.adapters.replaced = self._adapter_replaced
+
+    @property
+    def adapters(self) -> Adapters:
+        """What LoRA adapters are."""
+        return self._conditions.adapters
+
+    def bind(self, tables: BlockTables, pool: _BlockPool) -> None:
+        """Takes where blocks are looked up and found again. Called once, before anything is scheduled."""
+        self._tables, self._pool = tables, pool
+
+    def came_in(self, request: Any) -> None:
+        """Takes a request that has just come in."""
+        self._requests[request.request_id] = request
+
+    def ended(self, request: Any) -> None:
+        """Takes that a request has ended."""
+        self._requests.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Ends what is on its way, as vLLM asks where it resets caches."""
+        self._side.outdate(self._all(), "the engine's caches were reset")
+
+    def asked(self, method: object, ask: Callable[[], Any], look: Callable[[], str]) -> Any:
+        """Has the workers asked for something, and looks whether it has changed the weights.
+
+        Args:
+            method: the name of a worker's method, or a function.
+            ask: asks it.
+            look: returns what the weights are.
+        """
+        weights = self._conditions.weights
+        if not weights.is_known:
+            self._look(look)
+        try:
+            return ask()
+        finally:
+            if isinstance(method, str) and method in _UNTIL_FINISHED:
+                weights.lost()
+                self._weights_replaced()
+            elif self._look(look):
+                self._weights_replaced()
+
+    def falls_asleep(self, look: Callable[[], str], *, with_weights: bool) -> None:
+        """Takes that the caches' memory is about to be given back.
+
+        Args:
+            look: returns what the weights are.
+            with_weights: whether that of the weights is too, and not kept elsewhere.
+
+        Raises:
+            UsageError: if nobody will tell when it has been replaced.
+        """
+        if not self._follows_sleep:
+            raise UsageError(
+                "kvferry has registered the KV cache's memory, and this vLLM does not say when sleep and waking "
+                "replace it: other servers would write to what is somebody else's by then. End this server instead, or "
+                "use vLLM 0.33, with which it is registered anew"
+            )
+        if with_weights:
+            self.awake(look)
+            self._conditions.weights.lost()
+
+    def awake(self, look: Callable[[], str]) -> None:
+        """Looks at the weights, which may be others now."""
+        if self._look(look):
+            self._weights_replaced()
+
+    def named(self, version: str) -> None:
+        """Takes the name that vLLM was given for the weights."""
+        self._conditions.weights.named(version)
+
+    def _look(self, look: Callable[[], str]) -> bool:
+        """Looks at the weights. Returns whether they have changed."""
+        try:
+            return self._conditions.weights.found(look())
+        except Exception as error:  # an executor's or a model's: whatever it is, nobody knows the weights
+            log.warning(
+                "what the weights are now cannot be read, and no cache is exchanged until they are named "
+                "(set_weight_version, the same on every server) or can be: %s: %s",
+                type(error).__name__,
+                error,
+            )
+            self._conditions.weights.lost()
+            return True
+
+    def _weights_replaced(self) -> None:
+        log.warning("the weights were replaced: what was computed before is neither sent nor found again")
+        self._outdate(self._all(), "the engine's weights were replaced meanwhile")
+
+    def _adapter_replaced(self, name: str) -> None:
+        concerned = [each for each in self._all() if (lora := each.lora_request) and lora.lora_name == name]
+        self._outdate(concerned, f"its LoRA adapter {name!r} was replaced meanwhile")
+
+    def _all(self) -> list[Any]:
+        sent = {each.request_id: each for each in self._side.being_sent}  # some have ended
+        return list((sent | self._requests).values())
+
+    def _outdate(self, requests: Iterable[Any], reason: str) -> None:
+        """Has nothing that was computed until now found by others, and ends what is on its way of these requests."""
+        assert self._tables is not None
+        assert self._pool is not None
+        self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        self._side.outdate(requests, reason)
+        for request in requests:
+            if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
+                _share_nothing(request)
+
+
+def _share_nothing(request: Any) -> None:
+    """Has no other request find the blocks that one fills from now on."""
+    request.cache_salt = f"{request.cache_salt or ''} {uuid4().hex}"
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def watch(core: Any) -> None:
+    """Has connectors of ours told what vLLM's core is asked.
+
+    Args:
+        core: its class.
+    """
+    _around(core, "collective_rpc", _collective_rpc)
+    _around(core, "set_weight_version", _set_weight_version)
+    _around(core, "add_lora", _add_lora)
+    _around(core, "remove_lora", _remove_lora)
+    _around(core, "sleep", _sleep)
+    _around(core, "wake_up", _wake_up)
+    _around(core, "release_kv_cache_memory", _release)
+
+
+def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
+    original = getattr(core, name, None)
+    if original is None or getattr(original, "is_watched", False):
+        return  # this vLLM has no such thing, or it is watched already
+
+    @functools.wraps(original)
+    def watched(core: Any, *arguments: Any, **named: Any) -> Any:
+        changes = _changes_of(core.scheduler.get_kv_connector())
+        if changes is None:
+            return original(core, *arguments, **named)
+        return ours(changes, core, functools.partial(original, core), *arguments, **named)
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    setattr(core, name, watched)
+
+
+def _changes_of(connector: Any) -> Changes | None:
+    """Returns ours, of a connector or of one of several that stand beside each other."""
+    several: Sequence[Any] = getattr(connector, "_connectors", ())
+    found = (getattr(each, "changes", None) for each in (connector, *several))
+    return next((each for each in found if isinstance(each, Changes)), None)
+
+
+def _collective_rpc(
+    changes: Changes, core: Any, original: Callable[..., Any], method: Any, *more: Any, **named: Any
+) -> Any:
+    return changes.asked(method, lambda: original(method, *more, **named), functools.partial(_content, core))
+
+
+def _content(core: Any) -> str:
+    """Returns what the weights are."""
+    if "weights" in core.model_executor.sleeping_tags:
+        raise UsageError("they are asleep, and have no memory")
+    return content_of(core.model_executor.collective_rpc(parameter_sums))
+
+
+def _set_weight_version(changes: Changes, _: Any, original: Callable[..., Any], weight_version: str) -> None:
+    original(weight_version)
+    changes.named(weight_version)
+
+
+def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_request: Any) -> Any:
+    adapters = changes.adapters
+    before = adapters.files(lora_request)
+    result = original(lora_request)
+    adapters.loaded(lora_request, before)
+    return result
+
+
+def _remove_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_id: int) -> Any:
+    result = original(lora_id)
+    changes.adapters.unloaded(lora_id)
+    return result
+
+
+def _sleep(changes: Changes, core: Any, original: Callable[..., Any], level: int = 1, *more: Any, **named: Any) -> Any:
+    if level > 0:  # else vLLM schedules nothing, and keeps its memory
+        changes.falls_asleep(functools.partial(_content, core), with_weights=level > 1)
+    return original(level, *more, **named)
+
+
+def _wake_up(changes: Changes, core: Any, original: Callable[..., Any], *more: Any, **named: Any) -> Any:
+    result = original(*more, **named)
+    if not core.model_executor.is_sleeping:
+        changes.awake(functools.partial(_content, core))
+    return result
+
+
+def _release(changes: Changes, core: Any, original: Callable[..., Any]) -> Any:
+    changes.falls_asleep(functools.partial(_content, core), with_weights=False)
+    return original()

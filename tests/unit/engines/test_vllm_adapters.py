@@ -1,0 +1,133 @@
+"""A LoRA adapter is what vLLM has loaded, as far as anybody can know."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.support.waiting import eventually
+
+from kvferry.engines.vllm import adapters
+from kvferry.engines.vllm.adapters import Adapters
+
+_names = itertools.count()
+
+
+def write(directory: Path, content: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_model.bin").write_bytes(content)
+    (directory / "adapter_config.json").write_text("{}")
+    return directory
+
+
+def lora(path: Path, name: str = "a", number: int = 1, *, in_place: bool = False) -> Any:
+    return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=in_place)
+
+
+def request(of: Any) -> Any:
+    return SimpleNamespace(request_id=f"request-{next(_names)}", lora_request=of)
+
+
+def load(known: Adapters, given: Any) -> None:
+    """What happens when vLLM is told to load one."""
+    known.loaded(given, known.files(given))
+
+
+@pytest.fixture
+def known() -> Any:
+    found: Any = Adapters()
+    found.names = []
+    found.replaced = found.names.append
+    return found
+
+
+def test_it_is_its_files_whatever_it_is_called(known: Any, tmp_path: Path):
+    each = [
+        lora(write(tmp_path / name, content), name, number)
+        for number, (name, content) in enumerate((("a", b"1"), ("b", b"1"), ("c", b"2")), start=1)
+    ]
+    first, second, third = (known.identity(request(of)) for of in each)
+    assert first == second != third
+    assert known.identity(SimpleNamespace(request_id="none", lora_request=None)) == ""
+
+
+def test_what_vllm_told_nobody_is_what_was_loaded_until_it_is_loaded_anew(
+    known: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    given = lora(write(tmp_path / "a", b"1"))
+    first = known.identity(request(given))
+    write(tmp_path / "a", b"22")
+    unknown = {known.identity(request(given)) for _ in range(2)}
+    assert len({first, *unknown}) == 3, "nobody knows which of the two vLLM has"
+    assert "load it again with load_inplace, on every server" in caplog.text
+    load(known, given)
+    assert known.identity(request(given)).startswith("unknown "), "vLLM loads nothing that it has"
+    load(known, lora(tmp_path / "a", in_place=True))
+    second = known.identity(request(given))
+    assert second == Adapters().identity(request(given)), "as a server says that starts now"
+    assert known.names == ["a"]
+
+
+def test_files_that_are_gone_are_those_that_were_loaded(known: Any, tmp_path: Path):
+    given = lora(write(tmp_path / "a", b"1"))
+    first = known.identity(request(given))
+    (tmp_path / "a" / "adapter_model.bin").unlink()
+    assert known.identity(request(given)) == first
+
+
+def test_files_that_were_written_once_more_with_what_they_had_are_the_same(known: Any, tmp_path: Path):
+    given = lora(write(tmp_path / "a", b"1"))
+    first = known.identity(request(given))
+    (tmp_path / "a" / "adapter_model.bin").unlink()
+    assert known.identity(request(lora(write(tmp_path / "a", b"1")))) == first
+
+
+def test_a_request_that_loads_it_anew_waits_until_nobody_finds_what_it_was(known: Any, tmp_path: Path):
+    """vLLM has looked into its prefix cache before it asks."""
+    known.identity(request(lora(write(tmp_path / "a", b"1"))))
+    write(tmp_path / "a", b"22")
+    asking = request(lora(tmp_path / "a", in_place=True))
+    eventually("it is another", lambda: known.is_known(asking) or known.names)
+    assert known.names == ["a"]
+    eventually("it is known", lambda: known.is_known(asking))
+    assert known.identity(asking) == Adapters().identity(asking)
+    assert known.names == ["a"]
+
+
+def test_another_one_by_the_name_of_one_that_was_dropped_replaces_it(known: Any, tmp_path: Path):
+    known.identity(request(lora(write(tmp_path / "a", b"1"))))
+    known.unloaded(1)
+    known.identity(request(lora(write(tmp_path / "b", b"1"), number=2)))
+    assert known.names == []
+    known.identity(request(lora(write(tmp_path / "c", b"2"), number=3)))
+    assert known.names == ["a"]
+
+
+def test_files_that_are_written_while_they_are_loaded_are_nobodys(known: Any, tmp_path: Path):
+    given = lora(write(tmp_path / "a", b"1"))
+    before = known.files(given)
+    write(tmp_path / "a", b"22")
+    known.loaded(given, before)
+    assert known.identity(request(given)).startswith("unknown ")
+
+
+def test_it_is_read_aside(known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """On a disk that takes its time, vLLM's scheduler goes on."""
+    may_go_on = threading.Event()
+
+    def slow(directory: Path) -> str:
+        assert may_go_on.wait(30)
+        return f"read by {threading.current_thread().name}"
+
+    monkeypatch.setattr(adapters, "adapter_identity", slow)
+    given = request(lora(tmp_path))
+    assert known.is_known(request(None))
+    assert not known.is_known(given)
+    assert not known.is_known(given), "it is being read"
+    may_go_on.set()
+    eventually("it was read", lambda: known.is_known(given))
+    assert known.identity(given) == "read by kvferry-vllm-adapters_0"

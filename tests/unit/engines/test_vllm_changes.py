@@ -1,0 +1,237 @@
+"""What is asked of vLLM's core is watched, and a change ends what is from before."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvferry.engines.vllm.changes import Changes, watch
+from kvferry.engines.vllm.identity import Conditions
+from kvferry.errors import UsageError
+
+
+class Side:
+    """What sends and fetches."""
+
+    def __init__(self) -> None:
+        self.being_sent: list[Any] = []
+        self.outdated: list[tuple[list[str], str]] = []
+
+    def outdate(self, requests: Any, reason: str) -> None:
+        self.outdated.append(([each.request_id for each in requests], reason))
+
+
+class Executor:
+    """Workers that have these weights."""
+
+    def __init__(self) -> None:
+        self.sums: dict[str, int] | Exception = {"w": 1}
+        self.asked: list[Any] = []
+        self.sleeping_tags: set[str] = set()
+
+    @property
+    def is_sleeping(self) -> bool:
+        return bool(self.sleeping_tags)
+
+    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
+        self.asked.append(method)
+        if not callable(method):
+            return [None]
+        if isinstance(self.sums, Exception):
+            raise self.sums
+        return [dict(self.sums)]
+
+
+def core_class() -> Any:
+    """As much of vLLM's as is watched."""
+
+    class Core:
+        def __init__(self, connector: Any) -> None:
+            self.model_executor = Executor()
+            self.loras: list[Any] = []
+            self.done: list[str] = []
+            self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
+
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+            for name, value in (kwargs or {}).items():
+                setattr(self.model_executor, name, value)
+            if method == "fails":
+                raise RuntimeError("the worker failed")
+            return self.model_executor.collective_rpc(method, timeout, args, kwargs)
+
+        def set_weight_version(self, weight_version: str) -> None:
+            self.version = weight_version
+
+        def add_lora(self, lora_request: Any) -> bool:
+            self.loras.append(lora_request)
+            return True
+
+        def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            self.done.append(f"sleep {level}")
+            self.model_executor.sleeping_tags |= {"weights", "kv_cache"} if level else set()
+
+        def wake_up(self, tags: Any = None) -> None:
+            self.done.append("awake")
+            self.model_executor.sleeping_tags.clear()
+
+        def release_kv_cache_memory(self) -> None:
+            self.done.append("released")
+
+    watch(Core)
+    watch(Core)
+    return Core
+
+
+class Request:
+    def __init__(self, name: str, lora: str = "") -> None:
+        self.request_id, self.cache_salt, self.block_hashes = name, "tenant", [f"hash of {name}"]
+        self.lora_request = SimpleNamespace(lora_name=lora) if lora else None
+
+    def update_block_hashes(self) -> None:
+        self.block_hashes.append(f"hash with {self.cache_salt}")
+
+
+@pytest.fixture
+def given() -> Any:
+    """A core with a connector of ours beside another, and two requests of which one has blocks."""
+    side, conditions = Side(), Conditions()
+    evicted: list[set[int]] = []
+    changes = Changes(side, conditions)  # type: ignore[arg-type]
+    pool = SimpleNamespace(num_gpu_blocks=3, evict_blocks=evicted.append)
+    block: Any = object()
+    changes.bind(lambda name: [[block] if name == "running" else []], pool)
+    core = core_class()(SimpleNamespace(_connectors=[object(), SimpleNamespace(changes=changes)]))
+    requests = {name: Request(name, lora) for name, lora in (("running", "a"), ("waiting", ""))}
+    for request in requests.values():
+        changes.came_in(request)
+    return SimpleNamespace(
+        side=side, core=core, evicted=evicted, requests=requests, changes=changes, weights=conditions.weights
+    )
+
+
+def test_what_changes_no_weights_ends_nothing(given: Any):
+    assert given.core.collective_rpc("get_statistics") == [None]
+    assert given.side.outdated == given.evicted == []
+    assert given.weights.text == ""
+
+
+def test_weights_that_have_changed_whatever_was_asked_end_all_from_before(given: Any):
+    given.side.being_sent = [Request("sent"), given.requests["running"]]
+    given.core.collective_rpc("a_trainers_own", None, (), {"sums": {"w": 2}})
+    ((names, reason),) = given.side.outdated
+    assert sorted(names) == ["running", "sent", "waiting"]
+    assert "weights were replaced" in reason
+    assert given.evicted == [{0, 1, 2}]
+    assert given.weights.text.startswith("content ")
+
+
+def test_what_a_running_request_computes_from_old_and_new_is_found_by_nobody(given: Any):
+    given.core.collective_rpc("reload_weights", kwargs={"sums": {"w": 2}})
+    running, waiting = given.requests["running"], given.requests["waiting"]
+    assert waiting.block_hashes == ["hash of waiting"]
+    (digest,) = running.block_hashes
+    assert digest.startswith("hash with tenant ")
+    assert digest != "hash with tenant "
+
+
+def test_weights_that_a_call_changed_before_it_failed_have_changed(given: Any):
+    with pytest.raises(RuntimeError, match="the worker failed"):
+        given.core.collective_rpc("fails", kwargs={"sums": {"w": 2}})
+    assert len(given.evicted) == 1
+
+
+def test_in_the_middle_of_an_update_they_are_like_no_others(given: Any):
+    given.core.collective_rpc("start_weight_update", kwargs={"sums": NotImplementedError("on meta")})
+    asked = len(given.core.model_executor.asked)
+    texts = {given.weights.text}
+    given.core.collective_rpc("update_weights")
+    texts.add(given.weights.text)
+    assert len(given.core.model_executor.asked) == asked + 1, "nobody looks at what is half there"
+    given.core.collective_rpc("finish_weight_update", kwargs={"sums": {"w": 2}})
+    given.core.set_weight_version("step-1")
+    assert given.weights.text == "named step-1"
+    assert given.core.version == "step-1"
+    assert len(texts) == 2
+    assert len(given.evicted) == 3
+
+
+def test_weights_that_cannot_be_looked_at_are_like_no_others_until_they_are_named(
+    given: Any, caplog: pytest.LogCaptureFixture
+):
+    given.core.collective_rpc("reload_weights", kwargs={"sums": ValueError("a type that nobody knows")})
+    assert given.weights.text.startswith("content unknown ")
+    assert "until they are named" in caplog.text
+    given.core.set_weight_version("step-1")
+    assert given.weights.text == "named step-1"
+
+
+def test_an_adapter_that_is_loaded_in_place_ends_what_it_has_computed(given: Any, tmp_path: Any):
+    def load(content: bytes) -> None:
+        (tmp_path / "adapter_model.bin").write_bytes(content)
+        (tmp_path / "adapter_config.json").write_text("{}")
+        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=True)
+        assert given.core.add_lora(lora)
+
+    load(b"1")
+    load(b"1")
+    assert given.side.outdated == []
+    load(b"22")
+    ((names, reason),) = given.side.outdated
+    assert names == ["running"]
+    assert "LoRA adapter 'a' was replaced" in reason
+    assert len(given.core.loras) == 3
+    assert len(given.evicted) == 1
+
+
+def test_a_reset_ends_what_is_on_its_way_and_leaves_what_runs(given: Any):
+    given.changes.ended(given.requests["waiting"])
+    given.changes.reset()
+    assert given.side.outdated == [(["running"], "the engine's caches were reset")]
+    assert given.evicted == []
+    assert given.requests["running"].block_hashes == ["hash of running"]
+
+
+@pytest.fixture
+def sleeper(given: Any) -> Any:
+    """The same, of a vLLM that tells connectors of sleep."""
+    given.changes._follows_sleep = True
+    return given
+
+
+def test_memory_is_not_given_back_where_connectors_are_not_told_of_it(given: Any):
+    given.core.sleep(0, mode="keep")
+    for ask in (given.core.sleep, given.core.release_kv_cache_memory):
+        with pytest.raises(UsageError, match=r"use vLLM 0\.33, with which it is registered anew"):
+            ask()
+    assert given.core.done == ["sleep 0"]
+
+
+def test_memory_is_given_back_where_they_are(sleeper: Any):
+    sleeper.core.sleep()
+    sleeper.core.wake_up()
+    sleeper.core.release_kv_cache_memory()
+    assert sleeper.core.done == ["sleep 1", "awake", "released"]
+    assert sleeper.evicted == []
+    assert sleeper.weights.text == ""
+
+
+def test_weights_that_lost_their_memory_are_like_no_others_until_they_are_there_again(sleeper: Any):
+    sleeper.core.sleep(2)
+    assert sleeper.weights.text.startswith("content unknown ")
+    asked = len(sleeper.core.model_executor.asked)
+    sleeper.core.collective_rpc("get_statistics")
+    assert len(sleeper.core.model_executor.asked) == asked + 1, "nobody looks where there is no memory"
+    sleeper.core.model_executor.sums = {"w": 0}
+    sleeper.core.wake_up()
+    assert sleeper.weights.text.startswith("content ")
+    sleeper.core.collective_rpc("reload_weights", kwargs={"sums": {"w": 1}})
+    assert sleeper.weights.text == "", "they are those of the start"
+    assert len(sleeper.evicted) == 3
+
+
+def test_a_core_without_a_connector_of_ours_is_left_alone():
+    core = core_class()(None)
+    assert core.collective_rpc("reload_weights") == [None]
+    assert core.model_executor.asked == ["reload_weights"]
