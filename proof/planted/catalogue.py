@@ -1027,10 +1027,10 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM's scheduler waits for an adapter's files",
-        "engines/vllm/identity.py",
-        "is_read = lora is None or self._adapter(lora).done()",
-        "is_read = lora is None or bool(self._adapter(lora).result())",
-        "tests/unit/engines/test_vllm_identity.py",
+        "engines/vllm/adapters.py",
+        "return look.done() and not self._adopted(lora, look.result())",
+        "return not self._adopted(lora, look.result())",
+        "tests/unit/engines/test_vllm_adapters.py",
     ),
     PlantedFault(
         "MultiConnector's requests end without their blocks being kept",
@@ -1524,5 +1524,26 @@ CATALOGUE = (
         "    if not numbers.is_cuda:\n        return np.asarray(numbers), None\n",
         "    return np.asarray(numbers.cpu()), None\n",
         "tests/unit/engines/test_sglang_layer_steps.py",
+    ),
+    PlantedFault(
+        "what weights have computed that were replaced is found in vLLM's prefix cache",
+        "engines/vllm/changes.py",
+        "self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))",
+        "self._pool.evict_blocks(set())",
+        "tests/unit/engines/test_vllm_changes.py",
+    ),
+    PlantedFault(
+        "an adapter is for ever what it was with its first request in vLLM",
+        "engines/vllm/adapters.py",
+        "        if loaded.is_what(found):\n            return loaded.text\n",
+        "        if loaded is not None:\n            return loaded.text\n",
+        "tests/unit/engines/test_vllm_adapters.py",
+    ),
+    PlantedFault(
+        "the name of an engine's weights outlives them in vLLM",
+        "engines/vllm/weights.py",
+        "self._now, self._name = content, None",
+        "self._now = content",
+        "tests/unit/engines/test_vllm_weights.py",
     ),
 )

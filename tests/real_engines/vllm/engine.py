@@ -255,6 +255,12 @@ class _Engine:
         """Calls a method of every worker, as servers are asked to from outside."""
         return list(self.engine.collective_rpc(method, kwargs=dict(arguments)))
 
+    def rpc_when_one_has_arrived(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """The same between the step that says that a request's cache has come and the one that goes on with it."""
+        while not self.scheduler.finished_recving_kv_req_ids:
+            self.step()
+        self.rpc(method, arguments)
+
     def name_weights(self, name: str) -> None:
         self.engine.set_weight_version(name)
 

@@ -119,6 +119,21 @@ def test_one_side_that_changed_alone_is_refused_until_the_other_has_too(
     assert pair.run_in_turn(prompt, f"both-{changed}").tokens == alone(engines, prompt)
 
 
+def test_what_had_come_when_the_weights_changed_is_not_gone_on_with(
+    engines: Engines, pair: Pair, checkpoints: tuple[str, str]
+):
+    (prompt,) = prompts(8, 1, shortest=100)
+    offer = offered(pair, prompt, "come")
+    free = pair.decode.ask("free_blocks")
+    pair.decode.submit("come", prompt, COUNT, offer)
+    pair.decode.ask("rpc_when_one_has_arrived", "reload_weights", {"weights_path": checkpoints[1]})
+    assert pair.decode.output("come").reason == "error"
+    pair.decode.wait_idle()
+    assert pair.decode.ask("free_blocks") == free
+    load(engines.alone().started(), checkpoints[1])
+    assert pair.decode.generate([prompt], COUNT) == [alone(engines, prompt)]
+
+
 def test_equal_weights_agree_on_different_numbers_of_ranks(
     engines: Engines, checkpoints: tuple[str, str], adapter: Path
 ):

@@ -19,7 +19,8 @@ class Side:
         self.being_sent: list[Any] = []
         self.outdated: list[tuple[list[str], str]] = []
 
-    def outdate(self, requests: Any, reason: str) -> None:
+    def outdate(self, requests: Any, reason: str, arrived: Any = ()) -> None:
+        self.arrived = set(arrived)
         self.outdated.append(([each.request_id for each in requests], reason))
 
 
@@ -30,10 +31,6 @@ class Executor:
         self.sums: dict[str, int] | Exception = {"w": 1}
         self.asked: list[Any] = []
         self.sleeping_tags: set[str] = set()
-
-    @property
-    def is_sleeping(self) -> bool:
-        return bool(self.sleeping_tags)
 
     def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
         self.asked.append(method)
@@ -52,7 +49,9 @@ def core_class() -> Any:
             self.model_executor = Executor()
             self.loras: list[Any] = []
             self.done: list[str] = []
-            self.scheduler = SimpleNamespace(get_kv_connector=lambda: connector)
+            self.scheduler = SimpleNamespace(
+                get_kv_connector=lambda: connector, finished_recving_kv_req_ids={"waiting", "of another adapter"}
+            )
 
         def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
             for name, value in (kwargs or {}).items():
@@ -125,6 +124,13 @@ def test_weights_that_have_changed_whatever_was_asked_end_all_from_before(given:
     assert "weights were replaced" in reason
     assert given.evicted == [{0, 1, 2}]
     assert given.weights.text.startswith("content ")
+
+
+def test_what_has_come_and_not_been_used_is_not_used(given: Any):
+    """vLLM would take it up in its next step."""
+    given.core.collective_rpc("reload_weights", kwargs={"sums": {"w": 2}})
+    assert given.side.arrived == {"waiting"}
+    assert given.core.scheduler.finished_recving_kv_req_ids == {"of another adapter"}
 
 
 def test_what_a_running_request_computes_from_old_and_new_is_found_by_nobody(given: Any):

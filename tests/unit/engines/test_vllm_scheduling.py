@@ -497,6 +497,18 @@ class TestWhatIsOutdated:
         scheduler.side.outdate([request], "replaced")
         assert scheduler.step().give_up == {}
 
+    def test_what_came_before_the_workers_heard_of_it_is_reported_once_more(self):
+        """As where vLLM has the next step queued already; or has been told, and not gone on with it."""
+        scheduler, request = Scheduler(), decode_request(14)
+        scheduler.allocate(request, external=13)
+        scheduler.step()
+        scheduler.side.outdate([request], "replaced")
+        assert scheduler.side.reported([], {"r"}) == {"r"}
+        assert scheduler.step().fail == {"r"}
+        assert scheduler.side.reported([], {"r"}, {"r"}) == set()
+        scheduler.side.outdate([request], "replaced", arrived={"r"})
+        assert scheduler.step().fail == {"r"}
+
 
 class TestHoldingBack:
     """A model that drafts with three modules: what they cache of the last three tokens depends on drafts."""
@@ -713,6 +725,14 @@ class TestChoicesThatAreFetched:
         scheduler.side.finished(first, is_aborted=False)
         assert scheduler.pool.kept == [102, 103, 152, 153]
         scheduler.side.reported([], {"1_r"})
+        assert scheduler.pool.kept == []
+
+    def test_what_is_being_copied_is_not_used_once_it_is_outdated(self):
+        scheduler, (_, second, _) = self.fetched()
+        scheduler.allocate(second, external=5, first=200)
+        scheduler.step()
+        scheduler.side.outdate([second], "replaced")
+        assert scheduler.side.reported([], {"1_r"}) == {"1_r"}
         assert scheduler.pool.kept == []
 
     def test_one_that_has_all_asks_nobody(self):

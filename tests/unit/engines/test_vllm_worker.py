@@ -175,6 +175,9 @@ def test_what_came_of_a_request_that_was_given_up_is_not_used(start: Callable[..
     side.after(Step(give_up={"given up": "the weights were replaced"}), None)
     results = side.results(())
     assert (results.received, results.failed) == ({"given up", "other"}, {"given up"})
+    side.after(Step(fail={"other"}), None)
+    results = side.results(())
+    assert (results.received, results.failed) == ({"other"}, {"other"})
 
 
 @pytest.mark.parametrize("pages", [0, 3])

@@ -9,7 +9,7 @@ computed it. Requests that go on with what they have, as vLLM lets them, share n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -50,6 +50,8 @@ class Changes:
         self._requests: dict[str, Any] = {}  # those that have come in and not ended
         self._tables: BlockTables | None = None
         self._pool: _BlockPool | None = None
+        self.arrived: set[str] = set()
+        """vLLM's own: requests whose caches have come, and with which it has not gone on yet."""
         self.adapters.replaced = self._adapter_replaced
 
     @property
@@ -148,12 +150,14 @@ class Changes:
         sent = {each.request_id: each for each in self._side.being_sent}  # some have ended
         return list((sent | self._requests).values())
 
-    def _outdate(self, requests: Iterable[Any], reason: str) -> None:
+    def _outdate(self, requests: Sequence[Any], reason: str) -> None:
         """Has nothing that was computed until now found by others, and ends what is on its way of these requests."""
         assert self._tables is not None
         assert self._pool is not None
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
-        self._side.outdate(requests, reason)
+        arrived = self.arrived.intersection(each.request_id for each in requests)
+        self.arrived -= arrived
+        self._side.outdate(requests, reason, arrived)
         for request in requests:
             if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
                 _share_nothing(request)
@@ -191,6 +195,7 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
         changes = _changes_of(core.scheduler.get_kv_connector())
         if changes is None:
             return original(core, *arguments, **named)
+        changes.arrived = core.scheduler.finished_recving_kv_req_ids
         return ours(changes, core, functools.partial(original, core), *arguments, **named)
 
     watched.is_watched = True  # type: ignore[attr-defined]
@@ -244,7 +249,7 @@ def _sleep(changes: Changes, core: Any, original: Callable[..., Any], level: int
 
 def _wake_up(changes: Changes, core: Any, original: Callable[..., Any], *more: Any, **named: Any) -> Any:
     result = original(*more, **named)
-    if not core.model_executor.is_sleeping:
+    if not core.model_executor.sleeping_tags:
         changes.awake(functools.partial(_content, core))
     return result
 

@@ -340,10 +340,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the requests that all workers are done with."""
-        self._scheduler_side.reported(
-            connector_output.finished_sending or (),
-            connector_output.finished_recving or (),
-            connector_output.failed_recving,
+        received = connector_output.finished_recving or set()
+        received -= self._scheduler_side.reported(
+            connector_output.finished_sending or (), received, connector_output.failed_recving
         )
 
     def request_finished_all_groups(

@@ -267,7 +267,6 @@ def _configuration() -> Iterator[Line]:
             "kv_transfer_config",
             "attention_config",
             "aux_output_config",
-            "compilation_config",
         ),
         _READ,
     )
@@ -309,12 +308,10 @@ def _context_parallelism() -> Iterator[Line]:
     )
 
 
-def _until_0_33() -> Iterator[Line]:
-    yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", _HANDSHAKE), _FOUND)
-
-
-def _in_0_32() -> Iterator[Line]:
-    yield Mentions("vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (_TURNS,), _SETTLED)
+_UNTIL_0_33 = Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", _HANDSHAKE), _FOUND)
+_IN_0_32 = Mentions(
+    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (_TURNS,), _SETTLED
+)
 
 
 def _since_0_33() -> Iterator[Line]:
@@ -346,9 +343,9 @@ def _changes() -> Iterator[Line]:
     asleep = "memory is not given back that is registered"
     for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
-    yield Attributes("vllm.v1.executor.abstract:Executor", ("is_sleeping",), asleep)
     yield Mentions("vllm.v1.executor.abstract:Executor.__init__", ("sleeping_tags",), asleep)
     yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
+    yield Mentions(f"{_SCHEDULER}._handle_blocked_waiting_request", ("finished_recving_kv_req_ids",), needed_for)
     yield Call("vllm.v1.executor.abstract:Executor.collective_rpc", 2, (), "workers are asked for their weights")
     yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")
     yield Signature(f"{_BASE}.reset_cache", "self", _CALLED)
@@ -377,7 +374,6 @@ def _identity() -> Iterator[Line]:
         ),
         "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
         "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
-        "vllm.config.compilation:CompilationConfig": ("static_forward_context",),
         "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
         "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
         "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
@@ -388,7 +384,6 @@ def _identity() -> Iterator[Line]:
     for where, names in fields.items():
         yield Fields(where, names, "servers are compared by it")
     yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
-    yield Fields("vllm.v1.kv_cache_interface:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
     yield Call(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
         1,
@@ -455,8 +450,8 @@ def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[
 
 
 CONTRACTS = (
-    _contract("0.31.0", _NEW_IN_0_32, _until_0_33()),
-    _contract("0.32.0", more=(*_until_0_33(), *_context_parallelism(), *_in_0_32(), *_cache_hit_source())),
+    _contract("0.31.0", _NEW_IN_0_32, (_UNTIL_0_33,)),
+    _contract("0.32.0", more=(_UNTIL_0_33, *_context_parallelism(), _IN_0_32, *_cache_hit_source())),
     _contract("0.33.0", more=(*_since_0_33(), *_context_parallelism())),
 )
 """What holds wherever vLLM runs, in each version that was tried."""

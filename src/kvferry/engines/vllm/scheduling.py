@@ -114,6 +114,7 @@ class SchedulerSide:
         self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._held = HeldRequests(hold_s)
         self._receiving: set[str] = set()
+        self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
         self._fetched_choices: FirstChoices[Fetch[Request]] = FirstChoices()
@@ -430,8 +431,15 @@ class SchedulerSide:
         """The requests that are sent, some of which have ended."""
         return [each.request for each in self._sending.values()]
 
-    def outdate(self, requests: Iterable[Request], reason: str) -> None:
-        """Ends what is on its way of requests: what computed their caches is there no more."""
+    def outdate(self, requests: Iterable[Request], reason: str, arrived: Collection[str] = ()) -> None:
+        """Ends what is on its way of requests: what computed their caches is there no more.
+
+        Args:
+            requests: those.
+            reason: says so.
+            arrived: those of them whose caches have come, and with which vLLM has not gone on yet.
+        """
+        self._step.fail.update(arrived)
         for request in requests:
             name = request.request_id
             sending, fetch = self._sending.get(name), self._fetches.get(name)
@@ -440,6 +448,8 @@ class SchedulerSide:
             if sending is not None:
                 self._unfinished.pop(name, None)
                 sending.depends_on = {}  # whatever were sent of it would be refused
+            if name in self._receiving or name in self._copied:
+                self._outdated.add(name)
             if name in self._receiving or (sending is not None and sending.is_begun):
                 self._step.give_up[name] = reason
 
@@ -511,14 +521,20 @@ class SchedulerSide:
         if is_first or self._sent_choices.get(send_key(request, params)) is None:
             self._step.refuse[params.room] = f"the request {_ENDED} any of it was computed"
 
-    def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> None:
+    def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> set[str]:
         """Takes the requests that the workers are done with.
 
         Args:
             sent: whose blocks are not read any more.
             received: whose blocks are not written to any more.
             failed: those of them that did not come.
+
+        Returns:
+            Those that came before the workers heard that they are not to be used: they will report them once more.
         """
+        again = self._outdated.intersection(received).difference(failed)
+        self._outdated.difference_update(received)
+        self._step.fail |= again
         for name in sent:
             self._held.forget(name)
             self._unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
@@ -534,6 +550,7 @@ class SchedulerSide:
             if copied is not None:
                 assert self._pool is not None
                 self._pool.free_blocks(copied)
+        return again
 
     def _sent_tokens(self, request: Request) -> int:
         held_back = 0 if _is_shortened(request) else self._held_back_tokens

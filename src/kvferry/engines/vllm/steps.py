@@ -107,6 +107,8 @@ class Step:
         give_up: requests that are not needed any more, and why.
         needed: requests whose blocks vLLM needs for others, unless somebody is fetching them.
         expect: by room, the prefill engines of requests that wait until they can be received.
+        fail: requests that every worker has reported as received, and whose caches are not to be used: they are to be
+            reported once more.
         refuse: rooms that the other side knows and that will not be opened to send, and why.
         drains: whether the engine takes no new requests any more, and ends with those that it has.
     """
@@ -115,6 +117,7 @@ class Step:
     receive: list[BlocksToReceive] = field(default_factory=list)
     preempted: set[str] = field(default_factory=set)
     give_up: dict[str, str] = field(default_factory=dict)
+    fail: set[str] = field(default_factory=set)
     refuse: dict[int, str] = field(default_factory=dict)
     needed: list[str] = field(default_factory=list)
     expect: dict[int, str] = field(default_factory=dict)

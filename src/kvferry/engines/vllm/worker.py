@@ -110,7 +110,7 @@ class WorkerSide:
         self._loads: dict[str, BlocksToReceive] = {}  # those whose blocks are to be cleared where nothing was written
         self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
         self._given_up: set[str] = set()  # of those: what came of them is not to be used, even if all has
-        self._not_begun: set[str] = set()
+        self._not_begun: set[str] = set()  # and those that are to fail though they have come
         self._copied: set[str] = set()  # requests whose cache another choice had
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
@@ -263,6 +263,7 @@ class WorkerSide:
         for request in step.needed:
             if self._outgoing is not None and self._outgoing.give_up_unasked(request, _NEEDED):
                 self._needed.add(request)
+        self._not_begun |= step.fail
         if self._prefill is not None:
             for room, reason in step.refuse.items():
                 self._prefill.refuse(room, reason)
