@@ -21,6 +21,7 @@ from tests.support.vllm_ranks import UNTOUCHED, Deployment, Engine, Kind, Reques
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
 from kvferry.engines.vllm.clearing import LoadedBlocks
+from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.forms import CacheForm
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parts import CachePart
@@ -260,3 +261,18 @@ def test_pages_of_which_it_is_known_where_tokens_lie():
     assert not scales[:, :6].any()
     assert scales[:, 6:].all()
     assert found[1].all()
+
+
+def test_other_choices_of_a_request_copy_what_was_cleared_with_what_came():
+    """Blocks are copied whole: with the pages of which nothing came."""
+    name = "model.layers.0.attn"
+    caches = {name: torch.full((2 * BLOCKS, HEADS, PAGE, 6), math.nan)}
+    group = CacheGroup("group 0", (name,), 2 * PAGE)
+    heads = {name: HeldHeads(HEADS, Interval(0, HEADS))}
+    described = describe(caches, [group], ModelShape(1), RankCoordinates(), heads=heads, num_blocks=BLOCKS)
+    loaded = GroupBlocks(0, (4,))
+    caches[name][8, :, :3] = 1.0
+    LoadedBlocks(described, [group]).clear(BlocksToReceive("r", 1, "there", 0, 3, {group.name: loaded}), ())
+    BlockCopier(caches, [group], BLOCKS).copy(group.name, loaded, GroupBlocks(0, (1,)))
+    assert torch.equal(caches[name][2:4], caches[name][8:10])
+    assert caches[name][2:4].isfinite().all()
