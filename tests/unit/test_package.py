@@ -50,7 +50,7 @@ TRANSFER = {
 PUBLIC = {
     kvferry.PrefillEndpoint: ENDPOINT
     | {"sender", "control_address", "registry_url", "registry_error", "wait_registered", "announce", "instance"},
-    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "release"},
+    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "expect", "release"},
     kvferry.Sender: TRANSFER | {"submit", "is_at_rest", "prefix_tokens"},
     kvferry.Receiver: TRANSFER | {"aux"},
 }
