@@ -6,8 +6,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
+from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineProcess, Output, Shape
 from tests.support.registries import RegistryProcess
 
@@ -70,22 +72,50 @@ class Pair:
     """A prefill and a decode engine."""
 
     _rooms = itertools.count(1)
+    _seen: ClassVar[WeakKeyDictionary[EngineProcess, WeakSet[EngineProcess]]] = WeakKeyDictionary()
 
     def __init__(self, prefill: EngineProcess, decode: EngineProcess) -> None:
+        """Waits until both serve and, once for any two engines, makes sure that caches are told apart."""
         self.prefill, self.decode = prefill.started(), decode.started()
+        seen = self._seen.setdefault(prefill, WeakSet())
+        if decode not in seen and prefill.shape.connector == "kvferry":
+            seen.add(decode)
+            self._check_another_prompt()
+
+    def _check_another_prompt(self) -> None:
+        """Another prompt on the prefill side never becomes an answer: the negative control of all that is compared."""
+        (there,), (here,) = prompts(9001, 1, shortest=100), prompts(9002, 1, shortest=100)
+        name = f"control-{next(self._rooms)}"
+        self.begin(name, there, here=here)
+        self.prefill.output(name)
+        answer = self.decode.output(name)
+        if self.decode.shape.policy == "recompute":
+            assert (answer.tokens,) == tuple(self.decode.generate([here], COUNT)), "an answer to another prompt"
+        else:
+            assert (answer.tokens, answer.reason) == ((), "error"), "another prompt became an answer"
+        self.prefill.wait_idle()
+        self.decode.wait_idle()
 
     def begin(
-        self, name: str, prompt: Sequence[int], count: int = COUNT, choices: int = 1, *, by_transfer: bool = False
+        self,
+        name: str,
+        prompt: Sequence[int],
+        count: int = COUNT,
+        choices: int = 1,
+        *,
+        by_transfer: bool = False,
+        here: Sequence[int] | None = None,
     ) -> None:
         """Asks both engines at once, the decode engine first, and it alone for several choices.
 
         Args:
             by_transfer: whether both are told the transfer's name, and not a room.
+            here: another prompt on the decode side.
         """
         of_both = {TRANSFER: f"xfer-{name}"} if by_transfer else {ROOM: next(self._rooms)}
         there = self.prefill.shape.name
         parameters = {"do_remote_prefill": True, "remote_engine_id": there, **of_both}
-        self.decode.submit(name, prompt, count, parameters, choices)
+        self.decode.submit(name, here or prompt, count, parameters, choices)
         self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, **of_both})
 
     def run(self, each: Sequence[Sequence[int]], tag: str, *, by_transfer: bool = False) -> list[Output]:
