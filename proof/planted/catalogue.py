@@ -754,9 +754,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM: of a block that kernels divide only a page is copied",
-        "engines/vllm/copies.py",
-        "each[:, np.newaxis] * self.pages_per_block + ratio",
-        "each[:, np.newaxis] * self.pages_per_block + ratio[:1]",
+        "engines/vllm/steps.py",
+        "* per_block + np.arange(per_block)",
+        "* per_block + np.arange(1)",
         "tests/unit/engines/test_vllm_copies.py",
     ),
     PlantedFault(
@@ -1070,7 +1070,7 @@ CATALOGUE = (
     PlantedFault(
         "SGLang: a prefill server that was started again is looked for where its registry was",
         "engines/sglang/directory.py",
-        "            if view.registrations or not self._has_moved(name, place):\n",
+        "            if view.registrations:\n",
         "            if True:\n",
         "tests/unit/engines/test_sglang_parts.py",
     ),

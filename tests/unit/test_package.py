@@ -32,7 +32,8 @@ def test_importing_loads_no_command_line_no_server_and_no_nixl():
     assert run.stdout == "[]\n"
 
 
-ENDPOINT = {"layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
+ENDPOINT = {
+    "renew","layout", "engine", "coordinates", "engine_rank", "fingerprint", "settings", "transport"} | {
     "open", "refuse", "open_rooms", "status", "observe_url", "health", "is_healthy", "close",
     "drain", "is_draining", "is_drained", "wait_drained", "not_ready",
 }  # fmt: skip
@@ -50,7 +51,7 @@ TRANSFER = {
 PUBLIC = {
     kvferry.PrefillEndpoint: ENDPOINT
     | {"sender", "control_address", "registry_url", "registry_error", "wait_registered", "announce", "instance"},
-    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "expect", "release"},
+    kvferry.DecodeEndpoint: ENDPOINT | {"receiver", "connect", "connecting", "expect", "release"},
     kvferry.Sender: TRANSFER | {"submit", "is_at_rest", "prefix_tokens"},
     kvferry.Receiver: TRANSFER | {"aux"},
 }

@@ -117,13 +117,16 @@ def abort(context: Any, bootstrap_address: str, info: PrefillServerInfo, room: i
         which = f"prefill_dp_rank={dp_rank}&prefill_cp_rank={cp}&target_tp_rank={tp}&target_pp_rank={pp}"
         answer = get(bootstrap_address, f"/route?{which}")
         if answer.status == 200:
-            rank = msgspec.json.decode(answer.body, type=_Rank)
+            rank = _RANK.decode(answer.body)
             _send(context, rank.rank_ip, rank.rank_port, [ABORT_TAG, str(room).encode()])
 
 
 class _Rank(msgspec.Struct):
     rank_ip: str
     rank_port: int
+
+
+_RANK = msgspec.json.Decoder(_Rank)
 
 
 def _send(context: Any, host: str, port: int, frames: Sequence[bytes]) -> None:

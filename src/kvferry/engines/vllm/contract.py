@@ -81,11 +81,6 @@ def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
         if name not in unknown:
             yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
-    yield Mentions(
-        f"{_SCHEDULER}._get_local_prefix_cache_hit",
-        ("supports_divergent_local_hybrid_hits",),
-        "of hybrids no prefix of full attention is fetched again",
-    )
     yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
     yield Mentions(
         f"{_BASE}.__init__", ("_vllm_config", "_kv_transfer_config", "_kv_cache_config"), "ours reads what it sets"
@@ -99,6 +94,11 @@ def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
 
 
 def _callers() -> Iterator[Line]:
+    yield Mentions(
+        f"{_SCHEDULER}._get_local_prefix_cache_hit",
+        ("supports_divergent_local_hybrid_hits",),
+        "of hybrids no prefix of full attention is fetched again",
+    )
     """What vLLM does with the hooks: one that it does not call any more would be missed by no signature."""
     yield Mentions(
         f"{_SCHEDULER}.schedule",
