@@ -105,6 +105,11 @@ def _callers() -> Iterator[Line]:
         ("get_num_new_matched_tokens", "update_state_after_alloc"),
         "a decode server asks ours so whether a cache is elsewhere",
     )
+    yield Mentions(
+        f"{_SCHEDULER}._get_local_prefix_cache_hit",
+        ("supports_divergent_local_hybrid_hits",),
+        "of hybrids no prefix of full attention is fetched again",
+    )
     yield Mentions(f"{_SCHEDULER}.add_request", ("on_new_request",), "prompts with recurrent state are cut so")
     yield Mentions(
         f"{_SCHEDULER}._build_kv_connector_meta",
