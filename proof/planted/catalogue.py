@@ -754,9 +754,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM: of a block that kernels divide only a page is copied",
-        "engines/vllm/steps.py",
-        "* per_block + np.arange(per_block)",
-        "* per_block + np.arange(1)",
+        "engines/vllm/copies.py",
+        "each.pages(self.pages_per_block)",
+        "each.pages(self.pages_per_block)[:: self.pages_per_block]",
         "tests/unit/engines/test_vllm_copies.py",
     ),
     PlantedFault(
