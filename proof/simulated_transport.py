@@ -4,7 +4,8 @@ The contract is kept to the letter and not beyond. Bytes land piece by piece in 
 and go on landing after the writer was frozen, or for a moment after it was killed. Notifications come late, in any
 order and more than once. A write may fail half done, and what was sent of it before lands after the error was
 reported. A post may raise when some of its descriptors are on their way: nobody has a handle of them, and they go on,
-until they end or their writer forgets the peer. Nothing else fences: closing stops no write.
+until they end or their writer forgets the peer. A connection may be lost without a word: nothing that is sent through
+it arrives, until it is found broken; then nothing can be sent. Nothing else fences: closing stops no write.
 """
 
 from __future__ import annotations
@@ -105,6 +106,21 @@ class Notification:
 
 
 @dataclass(slots=True, eq=False)
+class Loss:
+    """The loss of a connection, without a word.
+
+    Attributes:
+        source: the transport that writes through it.
+        is_met: whether anything was sent since.
+        is_broken: whether nothing can be sent through it any more.
+    """
+
+    source: SimulatedTransport
+    is_met: bool = False
+    is_broken: bool = False
+
+
+@dataclass(slots=True, eq=False)
 class SimulatedWire:
     """What connects simulated transports, and all that is on its way between them.
 
@@ -119,8 +135,10 @@ class SimulatedWire:
         breaks_off: called with a write whose descriptors are being posted, of which it may leave some out; the post
             raises the exception that it returns, if any, and what it has left of the write goes on.
         on_forgotten: called with each write of an earlier post that raised, once its writer has forgotten the peer.
+        on_broken: called with the loss of a connection that is met by a post, or a notification, which raises.
         breaches: what a transport's user did that the contract forbids, in words.
         posts: how many there were.
+        lost: connections that carry nothing more.
     """
 
     on_post: Callable[[SimulatedHandle], None]
@@ -128,11 +146,17 @@ class SimulatedWire:
     fails_to: Callable[[str], Exception | None]
     breaks_off: Callable[[SimulatedHandle], Exception | None] = lambda _: None
     on_forgotten: Callable[[SimulatedHandle], None] = lambda _: None
+    on_broken: Callable[[Loss], None] = lambda _: None
     members: dict[str, SimulatedTransport] = field(default_factory=dict)
     transfers: list[SimulatedHandle] = field(default_factory=list)
     notifications: list[Notification] = field(default_factory=list)
     breaches: list[str] = field(default_factory=list)
     posts: int = 0
+    lost: dict[SimulatedConnection, Loss] = field(default_factory=dict)
+
+    def is_lost(self, transfer: SimulatedHandle) -> bool:
+        """Whether a write does not get on, since its connection was lost."""
+        return not transfer.has_ended and transfer.source.connected.get(transfer.target.endpoint_name) in self.lost
 
     def reaches(self, transport: SimulatedTransport) -> bool:
         """Returns whether a transport can be reached: no other one has taken its name."""
@@ -212,24 +236,25 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         self.arrived: deque[tuple[str, bytes]] = deque()
         self.is_mapped = True
         self.unreported: set[SimulatedHandle] = set()
-        self._wire = wire
+        self.connected: dict[str, SimulatedConnection] = self._connections
+        self.wire = wire
         wire.members[endpoint_name] = self
 
     def open(self, peer: PeerMetadata) -> SimulatedConnection:
-        target = self._wire.members.get(peer.name)
-        problem = self._wire.fails_to("connect")
+        target = self.wire.members.get(peer.name)
+        problem = self.wire.fails_to("connect")
         if target is None or problem is not None:
             raise problem or PeerDisconnectedError(f"no endpoint {peer.name!r}")
         return SimulatedConnection(peer, target)
 
     def disconnect(self, peer: str) -> None:
-        for transfer in self._wire.moving:
+        for transfer in self.wire.moving:
             if transfer.source is not self or transfer.target.endpoint_name != peer:
                 continue
             if transfer.is_orphan:
-                self._wire.on_forgotten(transfer)
+                self.wire.on_forgotten(transfer)
             else:
-                self._wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
+                self.wire.breaches.append(f"{self.endpoint_name} forgets {peer}, to which it still writes")
         super().disconnect(peer)
 
     def start(self, connection: SimulatedConnection, copies: Copies, notification: bytes) -> SimulatedHandle:
@@ -246,27 +271,28 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         return self._start(connection.target, pieces, notification)
 
     def _start(self, target: SimulatedTransport, pieces: list[Piece], notification: bytes) -> SimulatedHandle:
-        problem = self._wire.fails_to("post")
+        problem = self.wire.fails_to("post")
         if problem is not None:
             raise problem
-        if not target.is_mapped or not self._wire.reaches(target):
+        self._check_unbroken(target.endpoint_name)
+        if not target.is_mapped or not self.wire.reaches(target):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")
-        self._wire.posts += 1
-        transfer = SimulatedHandle(self._wire.posts, self, target, pieces, notification)
-        problem = self._wire.breaks_off(transfer)
+        self.wire.posts += 1
+        transfer = SimulatedHandle(self.wire.posts, self, target, pieces, notification)
+        problem = self.wire.breaks_off(transfer)
         if problem is not None:
             transfer.is_orphan = True
             if transfer.left:
-                self._wire.transfers.append(transfer)
+                self.wire.transfers.append(transfer)
             raise problem
-        self._wire.transfers.append(transfer)
-        self._wire.on_post(transfer)
+        self.wire.transfers.append(transfer)
+        self.wire.on_post(transfer)
         return transfer
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, SimulatedHandle)
-        if not transfer.has_ended and not self._wire.reaches(transfer.target):
-            self._wire.fail(transfer, PeerDisconnectedError(f"{transfer.target.endpoint_name} was started anew"))
+        if not transfer.has_ended and not self.wire.reaches(transfer.target):
+            self.wire.fail(transfer, PeerDisconnectedError(f"{transfer.target.endpoint_name} was started anew"))
         if not transfer.has_ended:
             return None
         self.unreported.discard(transfer)
@@ -275,22 +301,34 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         if not transfer.is_known:
             transfer.is_known = True
             if transfer.notification:
-                self._wire.notifications.append(
-                    Notification(self.endpoint_name, transfer.target, transfer.notification)
-                )
+                self._notify(transfer.target, transfer.notification)
         return transfer.report
+
+    def _notify(self, target: SimulatedTransport, notification: bytes) -> None:
+        connection = self.connected.get(target.endpoint_name)
+        if connection in self.wire.lost:
+            self.wire.lost[connection].is_met = True
+        else:
+            self.wire.notifications.append(Notification(self.endpoint_name, target, notification))
+
+    def _check_unbroken(self, peer: str) -> None:
+        loss = self.wire.lost.get(self.connection(peer))
+        if loss is not None and loss.is_broken:
+            self.wire.on_broken(loss)
+            raise PeerDisconnectedError(f"the connection to {peer} is broken: connect again")
 
     def release(self, transfer: TransferHandle) -> None:
         assert isinstance(transfer, SimulatedHandle)
         if not transfer.has_ended:
-            self._wire.breaches.append(f"{self.endpoint_name} releases a write that is on its way")
+            self.wire.breaches.append(f"{self.endpoint_name} releases a write that is on its way")
 
     def notify(self, peer: str, notification: bytes) -> None:
         target = self.connection(peer).target
-        problem = self._wire.fails_to("notify")
-        if problem is not None or not target.is_mapped or not self._wire.reaches(target):
+        problem = self.wire.fails_to("notify")
+        if problem is not None or not target.is_mapped or not self.wire.reaches(target):
             raise problem or PeerDisconnectedError(f"{peer} is dead, or was started anew: connect again")
-        self._wire.notifications.append(Notification(self.endpoint_name, target, notification))
+        self._check_unbroken(peer)
+        self._notify(target, notification)
 
     def take_notifications(self) -> list[tuple[str, bytes]]:
         taken = list(self.arrived)

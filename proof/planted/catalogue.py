@@ -1477,6 +1477,21 @@ CATALOGUE = (
         "tests/unit/endpoint/test_attachment.py",
     ),
     PlantedFault(
+        "a ring that is full of parts of which its owner was never told is waited for, for ever",
+        "endpoint/prefill/staged_writes.py",
+        "        if isinstance(error, TransferTimeoutError) and self._waits_in_vain:\n"
+        "            self._target.context.write_failed(self._target.attachment, error)\n",
+        "",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "a connection for bytes that is lost without a word never breaks",
+        "transport/nixl/transport.py",
+        '            configuration.append(f"TCP_USER_TIMEOUT={settings.peer_timeout_s:g}s")\n',
+        "",
+        "tests/unit/endpoint/test_construction.py",
+    ),
+    PlantedFault(
         "vLLM: what had left before a preemption is sent again",
         "engines/vllm/outgoing.py",
         "        self.known = dict(self.handed_in)",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from kvferry.errors import PeerDisconnectedError, TransportError
 from kvferry.protocol.wire.codec import decode_notification
@@ -18,6 +18,7 @@ from proof.simulation.universe import Restart, Universe
 RECOVERY_S = 2.0
 """Until all have noticed that they live: several heartbeats."""
 
+_FAILURES = (TransportError, PeerDisconnectedError)
 _FREEZE_COUNTS_S = 0.5
 """Of each freeze so much counts as waited: docs/reliability.md, "What is not promised"."""
 
@@ -264,23 +265,39 @@ class Adversary:
         if writes:
             self.break_off(self._world.fate.choice(writes), self._lingering)
 
-    def break_off(self, transfer: SimulatedHandle, draw: random.Random, *, within_s: float = LINGER_S / 2) -> None:
+    def break_off(
+        self,
+        transfer: SimulatedHandle,
+        draw: random.Random,
+        *,
+        within_s: float = LINGER_S / 2,
+        is_disconnected: bool = False,
+    ) -> None:
         """A write fails. What was sent of it lands yet: soon, or once its receiver thaws where that is frozen."""
-        problem = self.excused_break(transfer, draw)
+        kinds = (PeerDisconnectedError,) if is_disconnected else _FAILURES
+        problem = self.excused_break(transfer, draw, kinds=kinds)
         sent = draw.randint(0, len(transfer.left))
         draw.shuffle(transfer.left)
         self._world.wire.fail(transfer, problem, sent=sent)
         self.ends_soon(transfer, draw, within_s=within_s)
 
-    def excused_break(self, transfer: SimulatedHandle, draw: random.Random, *, is_given_up: bool = False) -> Exception:
+    def excused_break(
+        self,
+        transfer: SimulatedHandle,
+        draw: random.Random,
+        *,
+        is_given_up: bool = False,
+        kinds: Sequence[type[TransportError]] = _FAILURES,
+    ) -> Exception:
         """Excuses what suffers from a write's failure, and returns why it fails.
 
         Args:
             is_given_up: whether its two ranks have to connect anew, whatever it fails with.
+            kinds: what it may fail with.
         """
         self.excuse_all("a write failed")
         # Sometimes the connection broke, so that the receiver is given up; what was sent lands all the same.
-        kind = draw.choice([TransportError, PeerDisconnectedError])
+        kind = draw.choice(kinds)
         both = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
         self.broken_off.add(both)
         settled_at = max(self._world.now + WAITS.quarantine_s, both[1].thaws_at or 0.0) + WAITS.quarantine_s

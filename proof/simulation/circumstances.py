@@ -50,12 +50,13 @@ _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "measuring write": (1 / 16, 0.4),
     "unproved end": (1 / 16, 0.02),
     "silent line": (1 / 16, 0.02),
+    "lost flow": (1 / 16, 0.02),
     "second start": (1 / 16, 0.01),
     "close waits": (1 / 16, 0.05),
 }
 """By kind, the share of worlds that have it, and how often it befalls a step, or a call, of theirs."""
 
-_HEALED = frozenset({"unproved end", "silent line", "second start"})
+_HEALED = frozenset({"unproved end", "silent line", "lost flow", "second start"})
 """What must be over after a while: in worlds with these more requests come, and later."""
 
 RARE = (*_DRAWN_APART, *_STRUCK_APART)

@@ -69,6 +69,7 @@ _TELLS_UNLESS = frozenset(
         "leave",
         "unproved end",
         "silent line",
+        "lost flow",
         "second start",
         "close waits",
     }
@@ -371,6 +372,7 @@ class Inspector:
             or max(self._adversary.doomed.values(), default=0.0) > world.now
             or any(process.thaws_at is not None for process in world.processes)
             or any(line.is_cut for line in world.network.lines)
+            or any(world.wire.is_lost(transfer) for transfer in world.wire.transfers)
             or not all(process.is_alive for engine in world.circumstances.engines.values() for process in engine.ranks)
         )
 

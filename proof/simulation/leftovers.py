@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from proof.simulated_transport import SimulatedTransport
 from proof.simulation.processes import Process
 
 
@@ -18,11 +19,12 @@ def leftovers(process: Process, living: Collection[str], kept: Collection[int]) 
     endpoint = process.endpoint
     if process.closing is not None:
         return "the endpoint itself, which was closed"
-    found = _of_prefill(endpoint, living) if isinstance(endpoint, PrefillEndpoint) else _of_decode(endpoint, kept)
-    return next(found, "")
+    if isinstance(endpoint, PrefillEndpoint):
+        return next(_of_prefill(endpoint, process.transport, living), "")
+    return next(_of_decode(endpoint, kept), "")
 
 
-def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[str]:
+def _of_prefill(endpoint: PrefillEndpoint, transport: SimulatedTransport, living: Collection[str]) -> Iterator[str]:
     if not endpoint._driver.rooms.table.is_quiet:
         yield f"{endpoint.open_rooms} rooms, {len(endpoint._driver.rooms.table._pending)} pending ones"
     admission = endpoint._driver.admission
@@ -39,6 +41,8 @@ def _of_prefill(endpoint: PrefillEndpoint, living: Collection[str]) -> Iterator[
         if peer.attachment._writes:
             yield f"{peer.attachment._writes} writes to {peer.name}"
         staged = peer.attachment.paths.staged
+        if transport.connected.get(peer.name) in transport.wire.lost:
+            continue  # until the next write finds that out
         if staged is not None and (staged.peer.ring.in_use or staged.peer.ring.num_waiting):
             yield f"{staged.peer.ring.in_use} bytes of the ring of {peer.name}"
 

@@ -6,15 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
+from kvferry.endpoint import PrefillEndpoint
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.transport import TransferHandle
-from proof.simulated_transport import SimulatedHandle
+from proof.simulated_transport import Loss, SimulatedConnection, SimulatedHandle, SimulatedTransport
 from proof.simulation.adversary import RECOVERY_S, Adversary
 from proof.simulation.circumstances import LEASE_S, WAITS, Engine
 from proof.simulation.laws import Law, demand
 from proof.simulation.universe import Universe
 
-_MOST = {"freeze of a writer": 1, "unproved end": 2, "silent line": 2, "second start": 1}
+_MOST = {"freeze of a writer": 1, "unproved end": 2, "silent line": 2, "lost flow": 2, "second start": 1}
 """How often each strikes a world: what comes after is to find that all is well again."""
 _HANGING_FAILS = 0.02  # of a write that measures and hangs, in a step
 _MEASURED_WITHIN_S = 2.0  # lands what a write that measures had sent; less than is waited for
@@ -30,8 +31,11 @@ class RareTroubles:
         self._adversary = adversary
         self._of_posts = random.Random(f"{world.seed} which posts raise")
         self._of_measuring = random.Random(f"{world.seed} which measurements fail")
+        self._of_lost = random.Random(f"{world.seed} what was sent through lost connections")
         self._raises_next = False
         self._hanging: list[SimulatedHandle] = []  # writes that measure
+        self._excused: set[tuple[Loss, bool]] = set()  # before it was known that a connection is broken, and since
+        self._breaks_at: dict[SimulatedConnection, float] = {}
         self._struck: Counter[str] = Counter()
         known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
             "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
@@ -39,6 +43,7 @@ class RareTroubles:
             "leave": (random.Random(f"{world.seed} who leaves"), self._leave),
             "unproved end": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
             "silent line": (random.Random(f"{world.seed} which lines are silent"), self._silence),
+            "lost flow": (random.Random(f"{world.seed} which bytes are lost"), self._lose_bytes),
             "second start": (random.Random(f"{world.seed} which engines start twice"), self._start_twice),
             "close waits": (random.Random(f"{world.seed} which closes wait"), self._close_while_frozen),
         }
@@ -186,6 +191,62 @@ class RareTroubles:
         )  # fmt: skip
         self._adversary.excuse_all("a connection was silent")
         self._adversary.upset_until(self._world.now + _HEALS_S)
+
+    def _lose_bytes(self, draw: random.Random) -> None:
+        """What a prefill rank sends to a decode rank's memory is lost from now on, and nobody is told. Words arrive."""
+        known = self._world.wire.lost
+        connections = [
+            (source, connection)
+            for process in self._world.processes
+            if process.takes_work and process.is_prefill
+            for source in [process.transport]
+            for connection in source.connected.values()
+            if connection not in known and self._world.process_of(connection.target).takes_work
+        ]
+        if not connections or not self._counts("lost flow"):
+            return
+        source, connection = draw.choice(connections)
+        known[connection] = Loss(source)
+        for notification in list(self._world.wire.notifications):  # on their way
+            if notification.sender == source.endpoint_name and notification.target is connection.target:
+                self._world.wire.notifications.remove(notification)
+                known[connection].is_met = True
+        self._world.note("what %s writes to %s is lost", source.endpoint_name, connection.target.endpoint_name)
+        self._adversary.excuse_all("a connection for bytes was lost")  # and with it words about bytes that arrived
+
+    def break_lost(self) -> None:
+        """Connections that were lost are found broken once nothing of what was sent has arrived for long."""
+        lost, now = self._world.wire.lost, self._world.now
+        for connection, loss in list(lost.items()):
+            name = connection.target.endpoint_name
+            if loss.source.connected.get(name) is not connection:
+                del lost[connection]  # the two have connected anew
+                continue
+            writes = [each for each in self._adversary.of_the_living() if each.source is loss.source]
+            writes = [each for each in writes if each.target is connection.target]
+            loss.is_met = loss.is_met or bool(writes)
+            if not loss.is_met and not self._waits_for_ring(loss.source, name):
+                continue
+            self.excuse_once(loss, is_known=False)
+            if loss.is_met and now >= self._breaks_at.setdefault(connection, now + WAITS.peer_s):
+                loss.is_broken = True
+                for transfer in writes:
+                    self._adversary.break_off(transfer, self._of_lost, is_disconnected=True)
+
+    def excuse_once(self, loss: Loss, *, is_known: bool = True) -> None:
+        """What sends something is excused, and what comes until the two have connected anew."""
+        if (loss, is_known) not in self._excused:
+            self._excused.add((loss, is_known))
+            self._adversary.excuse_all("what it sends is lost")
+            self._adversary.upset_until(self._world.now + WAITS.write_s + _HEALS_S)
+
+    def _waits_for_ring(self, source: SimulatedTransport, receiver: str) -> bool:
+        """Whether a room waits for a receiver's ring, perhaps full of parts of which it was not told."""
+        endpoint = self._world.process_of(source).endpoint
+        assert isinstance(endpoint, PrefillEndpoint)
+        attachment = endpoint._driver.ranks.attachment(receiver)
+        staged = attachment.paths.staged if attachment is not None else None
+        return staged is not None and staged.peer.ring.num_waiting > 0
 
     def _start_twice(self, draw: random.Random) -> None:
         """Somebody starts a prefill engine a second time, under its name, and the first goes on."""

@@ -65,6 +65,7 @@ class World(Universe):
             fails_to=self.adversary.transport_fails,
             breaks_off=self._rare.post_raises,
             on_forgotten=self._rare.is_cut,
+            on_broken=self._rare.excuse_once,
         )
         self.network = ControlNetwork(self.adversary.sending_fails)
         if self.troubles <= LOSES_NOTHING and seed % _LISTENED == 0:
@@ -236,6 +237,8 @@ class World(Universe):
             self.threads_changed()
         if "leave" in self.circumstances.odds:
             self._rare.leave_if_drained()
+        if self.wire.lost:
+            self._rare.break_lost()
         for computing in [each for each in self.computing if self.now >= each.until]:
             self.computing.remove(computing)
             computing.end()
@@ -357,7 +360,7 @@ class World(Universe):
     def _gets_on(self, transfer: SimulatedHandle) -> bool:
         if self.now < self.adversary.held.get(transfer, 0.0):
             return False
-        if self.adversary.lies_in_sockets(transfer):
+        if self.adversary.lies_in_sockets(transfer) or self.wire.is_lost(transfer):
             return False
         if transfer.has_ended:
             return True  # it was sent: nothing else holds it up

@@ -29,7 +29,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from types import TracebackType
@@ -87,6 +87,39 @@ class Link:
     loss: float = 0.0
     bytes_per_s: float | None = None
     is_cut: bool = False
+
+
+@dataclass(slots=True)
+class _Forgotten:
+    """TCP connections between two hosts that the network knows no more.
+
+    Attributes:
+        lost: the ways on which what belongs to them is dropped.
+        port: only those to this one are forgotten, if it is given.
+        but: those to this one are not.
+        made_since: those that are known, by both of their ends.
+    """
+
+    lost: set[tuple[Host, Host]]
+    port: int | None
+    but: int | None
+    made_since: set[bytes] = field(default_factory=set)
+
+    def drops(self, packet: bytes, way: tuple[Host, Host]) -> bool:
+        """Whether a packet is dropped. Takes note of the connection that it begins, if any."""
+        is_v6 = packet[0] >> 4 == 6
+        protocol, start = (packet[6], 40) if is_v6 else (packet[9], 4 * (packet[0] & 15))
+        if protocol != socket.IPPROTO_TCP:
+            return False
+        hosts = (packet[8:24], packet[24:40]) if is_v6 else (packet[12:16], packet[16:20])
+        ports = packet[start : start + 2], packet[start + 2 : start + 4]
+        numbers = [int.from_bytes(each, "big") for each in ports]
+        if self.port not in (None, *numbers) or self.but in numbers:
+            return False
+        connection = b"".join(sorted(host + port for host, port in zip(hosts, ports, strict=True)))
+        if packet[start + 13] & 0x12 == 0x02:  # SYN without ACK
+            self.made_since.add(connection)
+        return way in self.lost and connection not in self.made_since
 
 
 Addresses: TypeAlias = str | Sequence[str]
@@ -161,8 +194,7 @@ class Network:
         """
         self.links: dict[tuple[Host, Host], Link] = {}
         self.carried: defaultdict[tuple[Host, Host], int] = defaultdict(int)
-        # Between two hosts: which port's TCP connections were forgotten (None: all), and those that were made since.
-        self._forgotten: dict[frozenset[Host], tuple[int | None, set[bytes]]] = {}
+        self._forgotten: dict[frozenset[Host], _Forgotten] = {}  # between two hosts
         self._random = random.Random(seed)
         self._hosts: dict[bytes, Host] = {}  # by address
         self._wires: dict[bytes, int] = {}
@@ -221,16 +253,21 @@ class Network:
         """Sets both ways."""
         self.links[here, there] = self.links[there, here] = link
 
-    def forget(self, here: Host, there: Host, *, port: int | None = None) -> None:
+    def forget(
+        self, here: Host, there: Host, *, port: int | None = None, but: int | None = None, comes_back: bool = False
+    ) -> None:
         """Drops what belongs to the TCP connections between two hosts, for good and without a word; new ones pass.
 
         As a NAT, a load balancer or connection tracking does that has lost its table.
 
         Args:
             port: only connections to this one.
+            but: not connections to this one.
+            comes_back: whether what is sent back from there still arrives here.
         """
         with self._lock:
-            self._forgotten[frozenset((here, there))] = port, set()
+            lost = {(here, there)} if comes_back else {(here, there), (there, here)}
+            self._forgotten[frozenset((here, there))] = _Forgotten(lost, port, but)
 
     def heal(self) -> None:
         """Makes all links ideal. What was forgotten stays so."""
@@ -283,7 +320,7 @@ class Network:
             return
         way = source, target
         forgotten = self._forgotten.get(frozenset(way))
-        if forgotten is not None and _is_forgotten(packet, *forgotten):
+        if forgotten is not None and forgotten.drops(packet, way):
             return
         link = self.links.get(way)
         if link is None:
@@ -317,22 +354,6 @@ def _packets(wire: int) -> Iterator[bytes]:
                 if isinstance(error, BlockingIOError):
                     raise
                 return  # the interface is down
-
-
-def _is_forgotten(packet: bytes, port: int | None, made_since: set[bytes]) -> bool:
-    """Whether a packet belongs to a TCP connection that was forgotten. Takes note of the one that it begins, if any."""
-    is_v6 = packet[0] >> 4 == 6
-    protocol, start = (packet[6], 40) if is_v6 else (packet[9], 4 * (packet[0] & 15))
-    if protocol != socket.IPPROTO_TCP:
-        return False
-    hosts = (packet[8:24], packet[24:40]) if is_v6 else (packet[12:16], packet[16:20])
-    ports = packet[start : start + 2], packet[start + 2 : start + 4]
-    if port is not None and port.to_bytes(2, "big") not in ports:
-        return False
-    connection = b"".join(sorted(host + port for host, port in zip(hosts, ports, strict=True)))
-    if packet[start + 13] & 0x12 == 0x02:  # SYN without ACK
-        made_since.add(connection)
-    return connection not in made_since
 
 
 def _destination(packet: bytes) -> bytes:

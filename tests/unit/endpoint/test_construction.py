@@ -28,14 +28,17 @@ def test_writes_are_shared_where_there_is_something_to_share(
 @pytest.mark.parametrize(
     ("settings", "parameters"),
     [
-        ({}, {"engine_config": "TCP_CONN_NB=y,NET_DEVICES=lo"}),
-        ({"nixl_device": "mlx5_0:1"}, {"engine_config": "TCP_CONN_NB=y,NET_DEVICES=mlx5_0:1"}),
-        ({"nixl_device": "all"}, {"engine_config": "TCP_CONN_NB=y"}),
+        ({}, {"engine_config": "TCP_CONN_NB=y,TCP_USER_TIMEOUT=15s,NET_DEVICES=lo"}),
+        ({"nixl_device": "mlx5_0:1"}, {"engine_config": "TCP_CONN_NB=y,TCP_USER_TIMEOUT=15s,NET_DEVICES=mlx5_0:1"}),
+        (
+            {"nixl_device": "all", "peer_timeout_s": 4.5},
+            {"engine_config": "TCP_CONN_NB=y,TCP_USER_TIMEOUT=4.5s"},
+        ),
         ({"nixl_backend": "POSIX"}, {}),
     ],
 )
-def test_ucx_is_told_the_network_device(
-    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], parameters: dict[str, str]
+def test_ucx_is_told_the_network_device_and_when_a_connection_is_lost(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], parameters: dict[str, str]
 ):
     made: list[dict[str, Any]] = []
     monkeypatch.setattr(NixlTransport, "__init__", lambda self, name, **options: made.append(options))

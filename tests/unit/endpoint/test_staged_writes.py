@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.prefill.staged_writes import StagedWrites
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Device, Region
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.messages import SpanReleased
@@ -61,8 +63,12 @@ class Room:
         self.void: list[SpanReleased] = []
         self.turns: list[object] = []
         self.deferred: list[str] = []
+        self.given_up: list[Exception] = []
+        self.now = 0.0
         context = SimpleNamespace(
-            now=lambda: 0.0,
+            now=lambda: self.now,
+            settings=SimpleNamespace(write_timeout_s=10.0),
+            write_failed=lambda attachment, error: self.given_up.append(error),
             send=lambda receiver, message: self.void.append(message),
             identity=SimpleNamespace(endpoint="p0"),
             observer=SimpleNamespace(deferred=self.deferred.append),
@@ -72,6 +78,7 @@ class Room:
             receiver="d0",
             context=context,
             room=SimpleNamespace(post=self.turns.append, apply=None),
+            attachment=SimpleNamespace(moved_at=0.0),
             staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, nothing, CHUNK),
         )
         self.line = StagedWrites(target)
@@ -86,8 +93,8 @@ class Room:
         self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory)))
         return len(self.write.posted) > before
 
-    def cancel(self) -> list[Exception | None]:
-        self.line.cancel(KVFerryError("the room failed"), cast(Any, None))
+    def cancel(self, error: KVFerryError | None = None) -> list[Exception | None]:
+        self.line.cancel(error or KVFerryError("the room failed"), cast(Any, None))
         return self.write.ends
 
 
@@ -159,3 +166,38 @@ def test_a_span_that_was_kept_for_a_write_that_failed_meanwhile_is_given_up_with
     room.cancel()
     room.cancel()
     assert [span.stop - span.begin for span in room.void] == [CHUNK]
+
+
+SLOW = TransferTimeoutError("writes did not end")
+
+
+def test_a_receiver_is_given_up_whose_ring_stayed_full_while_nothing_got_on_there():
+    """What tells it of parts was lost: no credit comes, and nothing is posted that could meet the loss."""
+    room = Room()
+    assert room.ring.reserve(CHUNK, Waiter()) is not None
+    assert not room.posts_next()
+    room.now = 10.0
+    room.cancel(SLOW)
+    room.cancel(SLOW)
+    assert room.given_up == [SLOW]
+
+
+@pytest.mark.parametrize(("now", "error"), [(9.9, SLOW), (10.0, KVFerryError("aborted"))])
+def test_a_receiver_is_kept_where_others_get_on_there_or_a_room_ends_for_another_reason(
+    now: float, error: KVFerryError
+):
+    room = Room()
+    assert room.ring.reserve(CHUNK, Waiter()) is not None
+    assert not room.posts_next()
+    room.now = now
+    room.cancel(error)
+    assert not room.given_up
+
+
+def test_a_receiver_is_kept_where_it_is_a_slot_that_a_room_has_waited_for():
+    room = Room()
+    assert room.memory.take("d1", Waiter()) is not None
+    assert not room.posts_next()
+    room.now = 10.0
+    room.cancel(SLOW)
+    assert not room.given_up

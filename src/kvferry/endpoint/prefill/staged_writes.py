@@ -14,7 +14,7 @@ from functools import partial
 
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
-from kvferry.errors import KVFerryError
+from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Choice
@@ -259,6 +259,8 @@ class StagedWrites:
 
     def cancel(self, error: KVFerryError, worker: Worker) -> None:
         """Posts nothing more; those with parts on their way end when these have."""
+        if isinstance(error, TransferTimeoutError) and self._waits_in_vain:
+            self._target.context.write_failed(self._target.attachment, error)
         self._stop_waiting()
         if self._span is not None:
             span, self._span = self._span, None
@@ -266,6 +268,16 @@ class StagedWrites:
         for write in list(self.writes.values()):
             write.error = write.error or error
             self._end_if_through(write, worker)
+
+    @property
+    def _waits_in_vain(self) -> bool:
+        """Whether the ring is full, and nothing at all has got on there for as long as a write may take.
+
+        What tells the receiver of a part may be lost with the connection. Then no credit comes, so that nothing is
+        posted that would meet the loss: only connecting anew mends that.
+        """
+        still_s = self._target.context.now() - self._target.attachment.moved_at
+        return isinstance(self._waits_at, SharedRing) and still_s >= self._target.context.settings.write_timeout_s
 
     def _end_if_through(self, write: StagedWrite, worker: Worker) -> None:
         if not write.is_through:

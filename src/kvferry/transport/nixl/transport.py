@@ -94,6 +94,10 @@ class NixlTransport(Transport):
         if settings.nixl_backend == "UCX":
             # Else UCX waits for TCP's connection while it holds everybody up: minutes, where packets get lost.
             configuration = ["TCP_CONN_NB=y"]
+            # A lost connection has to break. Else writes through it hang for as long as TCP tries, a quarter of an
+            # hour, and the next connection to that peer waits for them. Whoever acknowledges nothing for as long has
+            # been given up, too.
+            configuration.append(f"TCP_USER_TIMEOUT={settings.peer_timeout_s:g}s")
             device = chosen_device(settings).device
             if device is not None:
                 # By default UCX listens on every interface of the machine. NIXL's device_list takes InfiniBand's only.
