@@ -249,3 +249,14 @@ def test_pipeline_stages_on_the_prefill_side(undivided: EngineProcess, model: Pa
 
 def test_pipeline_stages_on_the_decode_side(undivided: EngineProcess, model: Path):
     check_stages(model, undivided, "decode")
+
+
+def test_replicas_on_both_sides(model: Path, undivided: EngineProcess, tmp_path: Path):
+    """Plain --dp-size: rooms choose among them."""
+    bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    both = Pair(model, tmp_path / "tampering", environment=bound, dp_size=2)
+    try:
+        given = prompts(16, 6, shortest=20, longest=200)
+        assert_equal(both.started().run(given), undivided.generate(given, TOKENS))
+    finally:
+        both.close()
