@@ -1068,10 +1068,10 @@ CATALOGUE = (
         "tests/unit/engines/test_sglang_device_events.py",
     ),
     PlantedFault(
-        "SGLang: a prefill server that was started again is looked for where its registry was",
+        "SGLang: another start behind a bootstrap server is waited for as the one before",
         "engines/sglang/directory.py",
-        "            if view.registrations:\n",
-        "            if True:\n",
+        "if announced != engine:",
+        "if not announced:",
         "tests/unit/engines/test_sglang_parts.py",
     ),
     PlantedFault(
