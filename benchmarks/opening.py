@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 import kvferry as kf
+from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.scheduling import _numbers
 from kvferry.engines.vllm.steps import GroupBlocks
 from kvferry.engines.vllm.worker import WorkerSide
@@ -90,8 +91,7 @@ def figures(pages: Pages, repeats: int, endpoint: kf.DecodeEndpoint, rooms: iter
     tokens, group = PAGE_TOKENS * len(pages), endpoint.layout.groups[0]
     blocks = [Block(int(each)) for each in pages]
     worker: Any = WorkerSide.__new__(WorkerSide)
-    worker._pages_per_block, worker._layout_groups = {group.name: 1}, {group.name: group}
-    worker._share_of = endpoint.layout.share_of
+    worker._described, worker._layout_groups = DescribedCaches(endpoint.layout, {group.name: 1}), {group.name: group}
     rows, given = pages.astype(np.int32), GroupBlocks(0, pages)
     return {
         "open": median_us(lambda: endpoint.open(next(rooms), rows), repeats, end),
