@@ -20,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -278,13 +279,16 @@ class Contract:
 
 
 def contract_for(contracts: Sequence[Contract], version: str) -> Contract:
-    """Returns the contract of a version: the one that was tried with it, else the last one.
+    """Returns the contract of a version: the one that was tried with it, or with the last version before it.
+
+    Where there is none it is the newest: what is built from source may call itself 0.1.
 
     Args:
         contracts: the oldest first.
         version: the engine's.
     """
-    return next((each for each in contracts if _public(version) in each.tried), contracts[-1])
+    earlier = [each for each in contracts if _numbers(each.tried[0]) <= _numbers(version)]
+    return earlier[-1] if earlier else contracts[-1]
 
 
 def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) -> Contract:
@@ -400,6 +404,11 @@ def _names(code: CodeType) -> Iterator[str]:
 def _public(version: str) -> str:
     """Returns a version without what a distributor adds: 0.32.0+cpu is 0.32.0."""
     return version.partition("+")[0]
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Returns the numbers that a version begins with: 0.32.1rc1 is later than 0.32.0, and earlier than 0.33."""
+    return tuple(int(each) for each in re.findall(r"\d+", _public(version))[:3])
 
 
 def _listed(versions: Sequence[str]) -> str:

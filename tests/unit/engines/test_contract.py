@@ -179,6 +179,12 @@ def test_each_version_has_the_contract_that_was_tried_with_it():
     assert [contract_for((old, new), version) for version in ("1.0", "1.1", "1.2", "3")] == [old, new, new, new]
 
 
+def test_a_version_that_was_not_tried_has_the_contract_of_the_one_before_it():
+    old, new = Contract("An engine", ("1.9.0",), ()), Contract("An engine", ("1.10.0",), ())
+    of = {"1.9.1+cpu": old, "1.9.7rc2": old, "1.10.1": new, "2.0": new, "0.1.dev7+g1f": new, "unknown": new}
+    assert {version: contract_for((old, new), version) for version in of} == of
+
+
 def test_what_a_plug_in_serves_well_without_is_said_and_no_more(caplog: pytest.LogCaptureFixture):
     lines = (Attributes(f"{__name__}:Queue", ("release",), WHY), Attributes(f"{__name__}:Queue", ("drain",), WHY))
     assert holds(Contract("Engine", ("1.0",), lines[:1]), "1.1", "It ends late")
