@@ -211,7 +211,7 @@ def test_a_prefill_rank_that_is_frozen_for_long_has_one_connection_at_a_time(pai
         pair.struck_prefill.process.freeze()
         made = pair.proxy.accepted
         eventually("another one is made", lambda: pair.proxy.accepted > made)
-        eventually("all but the last, and one that is being closed, are", lambda: pair.proxy.connections <= 2)
+        eventually("all but the last, and one that is being closed, are", lambda: len(pair.proxy.heads) <= 2)
         pair.struck_prefill.process.thaw()
         pair.healed_after(time.monotonic())
 
