@@ -46,7 +46,7 @@ from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 from kvferry import RankCoordinates
 from kvferry.engines.vllm import heads as heads_module
 from kvferry.engines.vllm.caches import CacheGroup, ModelShape
-from kvferry.engines.vllm.connector import cache_forms, groups_of, heads_of, kept_states
+from kvferry.engines.vllm.configuration import cache_forms, groups_of, heads_of, kept_states
 from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
 

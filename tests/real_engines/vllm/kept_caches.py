@@ -42,7 +42,7 @@ from vllm.v1.request import Request
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvferry.engines.vllm.caches import ModelShape
-from kvferry.engines.vllm.connector import cache_forms, groups_of, heads_of, kept_states
+from kvferry.engines.vllm.configuration import cache_forms, groups_of, heads_of, kept_states
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide

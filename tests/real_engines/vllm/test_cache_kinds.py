@@ -43,7 +43,8 @@ from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
 from kvferry.engines.vllm.caches import HeldHeads, ModelShape, fetches_behind_attention
-from kvferry.engines.vllm.connector import KVFerryConnector, cache_forms, groups_of, heads_of
+from kvferry.engines.vllm.configuration import cache_forms, groups_of, heads_of
+from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide

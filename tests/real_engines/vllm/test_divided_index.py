@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseImpl
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.request import Request
 
-from kvferry.engines.vllm import connector
+from kvferry.engines.vllm import configuration
 from kvferry.errors import IncompatiblePeerError
 from kvferry.plan import check_exchangeable
 from kvferry.testing.network import LocalNetwork
@@ -50,7 +50,7 @@ GLM = Glm5("glm-5", 3, PAGE, "fp8_ds_mla", "BLNHC")
 @pytest.fixture
 def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
     interpreted(monkeypatch)
-    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: True))
+    monkeypatch.setattr(configuration, "current_platform", SimpleNamespace(is_cuda=lambda: True))
     with plugged_in(monkeypatch) as found:
         yield found
 
@@ -201,7 +201,7 @@ def test_pages_whose_order_nobody_says_are_not_cut(
     ours: str,
 ):
     """Anywhere but on NVIDIA's GPUs, whatever the kernels there do."""
-    monkeypatch.setattr(connector, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    monkeypatch.setattr(configuration, "current_platform", SimpleNamespace(is_cuda=lambda: False))
     with engines(network, DEEPSEEK, here, there, WrittenEngine) as pair:
         layouts = pair.prefill.described.layout, pair.decode.described.layout
         words = (

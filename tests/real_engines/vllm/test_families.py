@@ -25,7 +25,7 @@ from tests.support.family_cells import Shape as FamilyShape
 from tests.support.model_family import Family
 
 from kvferry import Interval, RankCoordinates, RankLayout
-from kvferry.engines.vllm import connector, layouts, states
+from kvferry.engines.vllm import configuration, layouts, states
 from kvferry.engines.vllm.caches import HeldHeads
 
 pytestmark = pytest.mark.timeout(120)
@@ -142,7 +142,7 @@ def of_family(name: str, folder: Path) -> Built:
 
 def test_heads_shifted_by_one_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """What the tests above assert can fail."""
-    held_heads = connector.heads_of
+    held_heads = configuration.heads_of
 
     def shifted(config: Any, kept: Any, place: Any) -> Any:
         found = held_heads(config, kept, place)
@@ -165,7 +165,7 @@ def test_channels_that_are_another_ranks_are_seen(tmp_path: Path, monkeypatch: p
         mirrored = RankCoordinates(tp_rank=place.tp_size - 1 - place.tp_rank, tp_size=place.tp_size)
         return states_of(spec, layer, mirrored, **named)
 
-    monkeypatch.setattr(connector, "states_of", backwards)
+    monkeypatch.setattr(configuration, "states_of", backwards)
     built = of_family("granite-4", tmp_path)
     wrong = [*wrong_bytes(built.labelled(Shape(tp=2)), built.labelled(Shape()), ROOMS)]
     assert any("'state 0, part 0'" in each for each in wrong)

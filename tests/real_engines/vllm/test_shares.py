@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request as VllmRequest
 from vllm.v1.worker.gpu import pcp_manager
 
-from kvferry.engines.vllm.connector import groups_of
+from kvferry.engines.vllm.configuration import groups_of
 from kvferry.engines.vllm.shares import GroupRank, place_of
 from kvferry.testing.network import LocalNetwork
 

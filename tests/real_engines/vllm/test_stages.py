@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from kvferry.engines.vllm.connector import groups_of, layer_specs
+from kvferry.engines.vllm.configuration import groups_of, layer_specs
 
 SIZES: dict[str, Any] = {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
 FULL = FullAttentionSpec(**SIZES)

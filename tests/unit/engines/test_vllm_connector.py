@@ -80,7 +80,7 @@ def connector_module(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             if package.__name__ not in sys.modules or count == len(parts):
                 monkeypatch.setitem(sys.modules, package.__name__, package)
         vars(sys.modules[name]).update(contents)
-    ours = (MODULE, "kvferry.engines.vllm.metrics")
+    ours = (MODULE, "kvferry.engines.vllm.configuration", "kvferry.engines.vllm.metrics")
     for name in ours:
         monkeypatch.delitem(sys.modules, name, raising=False)
     yield importlib.import_module(MODULE)
