@@ -81,14 +81,14 @@ class Weights:
 
 def around_update(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around all that replaces weights: from files, or from other processes."""
-    weights = _weights_of(updater.scheduler)
-    if weights is None:
+    manager = _manager_of(updater.scheduler)
+    if manager is None:
         return original(updater, request)
-    session = updater._session
+    weights, session = manager.weights, updater._session
     try:
         result = original(updater, request)
     except BaseException:
-        _renew(updater.scheduler, lambda: weights.are_unknown("an update has failed"))
+        _renew(manager, lambda: weights.are_unknown("an update has failed"))
         raise
     path = getattr(request, "model_path", None)
     if not result.success:
@@ -97,11 +97,11 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
             path is None and _wants_session(request, session)
         )
         if not is_untouched:
-            _renew(updater.scheduler, lambda: weights.are_unknown("an update has failed"))
+            _renew(manager, lambda: weights.are_unknown("an update has failed"))
     elif path is not None:
-        _renew(updater.scheduler, lambda: weights.came_from(weights_of(path, None, request.load_format, None)))
+        _renew(manager, lambda: weights.came_from(weights_of(path, None, request.load_format, None)))
     elif session is None:
-        _renew(updater.scheduler, lambda: weights.came(request.weight_version))
+        _renew(manager, lambda: weights.came(request.weight_version))
     else:
         weights.came(request.weight_version)
     return result
@@ -113,25 +113,25 @@ def _wants_session(request: Any, session: Any) -> bool:
 
 def around_begin(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around the beginning of what replaces weights piece by piece."""
-    weights, result = _weights_of(updater.scheduler), original(updater, request)
-    if weights is not None and result.success:
-        _renew(updater.scheduler, weights.session_begins)
+    manager, result = _manager_of(updater.scheduler), original(updater, request)
+    if manager is not None and result.success:
+        _renew(manager, manager.weights.session_begins)
     return result
 
 
 def around_end(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around its end."""
-    weights, result = _weights_of(updater.scheduler), original(updater, request)
-    if weights is not None and result.success:
-        _renew(updater.scheduler, weights.session_ends)
+    manager, result = _manager_of(updater.scheduler), original(updater, request)
+    if manager is not None and result.success:
+        _renew(manager, manager.weights.session_ends)
     return result
 
 
 def after_naming(_: Any, scheduler: Any, request: Any) -> None:
     """After an operator has named the weights."""
-    weights = _weights_of(scheduler)
-    if weights is not None:
-        _renew(scheduler, lambda: weights.are_named(request.new_version))
+    manager = _manager_of(scheduler)
+    if manager is not None:
+        _renew(manager, lambda: manager.weights.are_named(request.new_version))
 
 
 def _manager_of(scheduler: Any) -> Any:
@@ -139,14 +139,8 @@ def _manager_of(scheduler: Any) -> Any:
     return next((each for each in managers_of(scheduler) if hasattr(each, "renew_weights")), None)
 
 
-def _weights_of(scheduler: Any) -> Weights | None:
-    manager = _manager_of(scheduler)
-    return None if manager is None else manager.weights
-
-
-def _renew(scheduler: Any, change: Callable[[], None]) -> None:
+def _renew(manager: Any, change: Callable[[], None]) -> None:
     """Changes what is known of the weights, and says so to peers. SGLang has them by now: it goes on in any case."""
-    manager = _manager_of(scheduler)
     change()
     try:
         manager.renew_weights()
