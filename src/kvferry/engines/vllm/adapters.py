@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
 
 from kvferry.engines.checkpoints import adapter_identity
+from kvferry.engines.vllm.aside import FoundAside
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
 
@@ -57,8 +59,8 @@ class Adapters:
         """Told the name of an adapter that has become another. What was computed with it is not to be used."""
         self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
         self._texts: dict[str, str] = {}  # by name, as vLLM's prefix cache knows them
-        self._looks: dict[str, Future[_Adapter]] = {}  # at the files of adapters, by the request that needs them
-        self._reader = ThreadPoolExecutor(1, "kvferry-vllm-adapters")
+        # At the files of adapters, by the request that needs them.
+        self._looks: FoundAside[str, _Adapter] = FoundAside("kvferry-vllm-adapters", most=_MOST_REQUESTS)
 
     def is_known(self, request: Any) -> bool:
         """Whether `identity` would read no file for a request. What it needs is read from now on, aside.
@@ -78,7 +80,7 @@ class Adapters:
             return ""
         found = self._look(request, lora).result()
         self._adopted(lora, found)
-        self._looks.pop(request.request_id, None)
+        self._looks.forget(request.request_id)
         loaded = self._loaded[lora.lora_int_id]
         if loaded.is_what(found):
             return loaded.text
@@ -112,17 +114,11 @@ class Adapters:
     def unloaded(self, number: int) -> None:
         """Takes that vLLM was told to drop an adapter."""
         self._loaded.pop(number, None)
-        self._looks.clear()
+        self._looks.forget_all()
 
     def _look(self, request: Any, lora: Any) -> Future[_Adapter]:
-        known = self._looks.get(request.request_id)
-        if known is None:
-            loaded = self._loaded.get(lora.lora_int_id)
-            known = self._reader.submit(_read, lora.lora_name, lora.lora_path, loaded)
-            self._looks[request.request_id] = known
-            while len(self._looks) > _MOST_REQUESTS:  # of requests that nobody asked about again
-                del self._looks[next(iter(self._looks))]
-        return known
+        loaded = self._loaded.get(lora.lora_int_id)
+        return self._looks.look(request.request_id, partial(_read, lora.lora_name, lora.lora_path, loaded))
 
     def _adopted(self, lora: Any, found: _Adapter) -> bool:
         """Takes what an adapter is that vLLM loads with a request. Returns whether it was another before."""
@@ -136,7 +132,7 @@ class Adapters:
         self._loaded[lora.lora_int_id], self._texts[lora.lora_name] = found, found.text
         if before == found.text:
             return False
-        self._looks.clear()  # they were at files before
+        self._looks.forget_all()  # they were at files before
         log.warning("LoRA adapter %r has become another: what was computed with it is used no more", lora.lora_name)
         self.replaced(lora.lora_name)
         return True

@@ -6,15 +6,17 @@ with some algorithms and not with others, and go by each server's size of blocks
 
 from __future__ import annotations
 
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from kvferry.engines.fingerprint import prompt_digest
+from kvferry.engines.vllm.aside import FoundAside
+
+_MOST_REMEMBERED = 1024
 
 LONGEST_AT_ONCE = 1 << 13
 """Tokens that are digested where they are asked for: 0.4 ms."""
-
-_MOST_REMEMBERED = 1024
 
 
 class PromptDigests:
@@ -22,8 +24,8 @@ class PromptDigests:
 
     def __init__(self) -> None:
         """Begins with none."""
-        self._digests: dict[tuple[str, int], Future[bytes]] = {}  # by request and number of tokens; the youngest last
-        self._thread = ThreadPoolExecutor(1, "kvferry-vllm-prompts")
+        # By request and number of tokens.
+        self._digests: FoundAside[tuple[str, int], bytes] = FoundAside("kvferry-vllm-prompts", most=_MOST_REMEMBERED)
 
     def is_known(self, request: Any, tokens: int) -> bool:
         """Whether `of` returns at once. A long prompt is digested from now on, aside.
@@ -39,16 +41,12 @@ class PromptDigests:
         if not _is_long(request, tokens):
             return prompt_digest(request.prompt_token_ids or (), tokens)
         digest = self._begun(request, tokens).result()
-        del self._digests[request.request_id, tokens]
+        self._digests.forget((request.request_id, tokens))
         return digest
 
     def _begun(self, request: Any, tokens: int) -> Future[bytes]:
-        key = request.request_id, tokens
-        if key not in self._digests:
-            self._digests[key] = self._thread.submit(prompt_digest, request.prompt_token_ids, tokens)
-            while len(self._digests) > _MOST_REMEMBERED:  # of requests that ended before they were scheduled
-                del self._digests[next(iter(self._digests))]
-        return self._digests[key]
+        find = partial(prompt_digest, request.prompt_token_ids, tokens)
+        return self._digests.look((request.request_id, tokens), find)
 
 
 def _is_long(request: Any, tokens: int) -> bool:
