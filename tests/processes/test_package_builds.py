@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(300)
 UNCOMPILED = {"PIP_NO_COMPILE": "0"}
 """Compiling all of torch takes longer than to compile what is run when it is. Pip takes the 0 for what it compiles."""
 
+MODEL = ROOT / "tests/data/configs/deepseek-v3.json"
+
 
 def run(*command: str | Path, cwd: Path | None = None, env: dict[str, str] | None = None) -> str:
     """What a command prints, if it does well."""
@@ -66,12 +68,13 @@ def test_it_installs_into_an_empty_environment(built: Path, tmp_path: Path):
     command = tmp_path / "empty/bin/kvferry"
     assert run(command, "--version") == f"kvferry {__version__}\n"
     shown = run(command, "--help")
-    for name in ("registry", "demo", "plan", "bench", "up", "doctor", "top", "trace", "sim"):
+    for name in ("registry", "demo", "plan", "bench", "up", "doctor", "top", "trace"):
         assert name in shown
         assert len(run(command, name, "--help").splitlines()) > 5
     # It completes for the shell that started it; with a second command bash does not give its process to the first.
     assert "complete" in run("bash", "-c", f"{command} --show-completion; true")
-    assert "Seed 7 keeps every law" in run(command, "sim", "--seed", "7")
+    planned = run(command, "plan", "--config", MODEL, "--prefill", "tp=2", "--decode", "tp=1")
+    assert "proved: every destination byte of 1 component on 1 rank is written exactly once" in planned
     run(python, "-c", "import kvferry; kvferry.Settings()", cwd=tmp_path)
 
 

@@ -25,7 +25,7 @@ def test_engines_and_a_member_of_the_registry_are_replaced_and_no_request_fails(
     )
     assert run.stdout, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
-    assert (run.returncode, found["problems"], found["failed"]) == (0, [], {})
+    assert (run.returncode, found["problems"], found["failed"]) == (0, [], {}), found["problems"]
     assert found["requests"] >= 300
     replaced = [each["what"] for each in found["replacements"]]
     assert replaced == ["prefill-0", "decode-0", "registry, process 0", "prefill-0 leaves"]
