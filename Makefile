@@ -137,8 +137,10 @@ sim: $(INSTALLED)
 export PYTHONDONTWRITEBYTECODE :=
 
 # Every run of a tier keeps what each test took: `make tiers` writes CONTRIBUTING's table from that.
+# A process that crashes fails its test, and is not replaced: the others take over what it had left, where a
+# replacement waits for ever.
 DURATIONS := .durations
-PYTEST := -m pytest -n auto --dist loadscope --no-loadscope-reorder
+PYTEST := -m pytest -n auto --dist loadscope --no-loadscope-reorder --max-worker-restart=0
 
 test: $(INSTALLED)
 	$(VENV)/bin/python $(PYTEST) --junitxml=$(DURATIONS)/quick.xml

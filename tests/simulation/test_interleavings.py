@@ -39,7 +39,7 @@ LAYOUT = pool(Model(layers=1, heads=1, head_dim=1, page_tokens=1), Shape(pages=8
 
 def deep(tier: Tier) -> int:
     """Preemptions of scenarios with many steps: of these, nearly all faults need one."""
-    return tier.amount(quick=1, full=2, long=2)
+    return tier.amount(quick=1, full=1, long=2)
 
 
 class Bell:
