@@ -95,7 +95,7 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     assert f"! prefill prefill/0 has received nothing from {name} for" in joined
     assert -2 < seconds_before(frozen, joined) < 30
     assert "missing peers" in said
-    (line,) = [each for each in prefill.do(Rank.logged) if "silent" in each]
+    *_, line = [each for each in prefill.do(Rank.logged) if "silent" in each]  # a busy machine may have said so before
     assert line.startswith(f"decode rank {name} has been silent for")
     assert -2 < seconds_before(frozen, line) < 30
     code, findings = doctor(here)

@@ -33,7 +33,7 @@ from kvferry.layout import Interval
 from kvferry.testing.network import LocalNetwork
 
 UNTOUCHED = -1.0
-CONTENT, STATE_CHANNELS, BLOCKS = 6, 8, 40
+CONTENT, STATE_CHANNELS, BLOCKS = 6, 8, 80
 
 ALONE = SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
 """The parallel configuration of a vLLM whose ranks share no tokens, as far as it is looked at."""
