@@ -18,7 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import allocate
 from kvferry.staging.host import HostKernels
 

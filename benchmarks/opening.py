@@ -34,8 +34,7 @@ from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.scheduling import _numbers
 from kvferry.engines.vllm.steps import GroupBlocks
 from kvferry.engines.vllm.worker import WorkerSide
-from kvferry.plan.requests.chunks import checked_pages
-from kvferry.plan.requests.page_numbers import PageNumbers
+from kvferry.plan.requests.page_numbers import PageNumbers, checked_pages
 
 PAGE_TOKENS = 16
 RUN = 64

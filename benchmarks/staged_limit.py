@@ -21,7 +21,7 @@ from multiprocessing import shared_memory
 import numpy as np
 
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import allocate, kernels_for
 
 BLOCK_BYTES = 32 << 10  # of the receiver's pages: 16 tokens

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import allocate, kernels_for
 
 MIB = 1 << 20

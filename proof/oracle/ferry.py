@@ -32,9 +32,10 @@ from kvferry.layout import (
 from kvferry.plan import ElectedRoute, Piece, SourceGroup, Unit, check_exchangeable, prove
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.plan.requests import demands, moves
-from kvferry.plan.requests.chunks import Chunk, ChunkSequence, GroupPages
+from kvferry.plan.requests.chunks import Chunk, ChunkSequence
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move
+from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings

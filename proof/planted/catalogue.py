@@ -106,14 +106,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "pages are cut as one side alone says",
-        "plan/cutting.py",
+        "plan/compatibility.py",
         "source.component.token_parts == destination.component.token_parts != ()",
         "source.component.token_parts != ()",
         "tests/unit/plan/test_cutting.py",
     ),
     PlantedFault(
         "pages that could be moved whole are cut",
-        "plan/cutting.py",
+        "plan/compatibility.py",
         "if route.unit_tokens != pages[0] or",
         "if route.unit_tokens == pages[0] or",
         "tests/unit/plan/test_cutting.py",
@@ -614,7 +614,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a receiver looks for units of what it has whole in its share",
-        "plan/requests/placing.py",
+        "plan/requests/moved_blocks.py",
         "return self._layout.share_of(self._layout.group(route.destination_group))",
         "return self._layout.tokens",
         "tests/unit/plan/test_placing.py",
@@ -1104,7 +1104,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "layers are written twice",
-        "plan/requests/layers.py",
+        "plan/requests/chunks.py",
         "if again := taken - missing.get(name, frozenset()):",
         "if again := taken - self.held.get(name, frozenset()):",
         "tests/unit/plan/test_chunk_layers.py",
@@ -1338,7 +1338,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "layers with a gap between them leave as if there were none",
-        "plan/requests/joining.py",
+        "plan/requests/chunks.py",
         "if low.stop == high.start else None",
         "if low.stop <= high.start else None",
         "tests/unit/plan/test_joining.py",

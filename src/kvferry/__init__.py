@@ -39,7 +39,7 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.layout.tensors import TensorGeometry, geometry
-from kvferry.plan.requests.chunks import GroupPages
+from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.registrations import EngineView, check_engine_name
 from kvferry.settings import Settings

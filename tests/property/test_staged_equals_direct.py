@@ -34,11 +34,10 @@ from kvferry.errors import MessageError
 from kvferry.layout import Device, Region
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import ElectedRoute, PairPlan, Unit, packing, pair
-from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import SEGMENT_ALIGNMENT, PackedPiece, PackedSide, Segment, Starts, SubChunk
-from kvferry.plan.requests import moved_blocks, placing
+from kvferry.plan.packing import SEGMENT_ALIGNMENT, BlockShape, PackedPiece, PackedSide, Segment, Starts, SubChunk
+from kvferry.plan.requests import moved_blocks
+from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.moves import Move
-from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.transfer.both_sides import Deadlines
 from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
 from kvferry.protocol.transfer.receiver import ReceiverMachine
@@ -389,7 +388,7 @@ def _placed_by(change: Callable[[Any, Any], Any]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         right = moved_blocks.places_of_units
         monkeypatch.setattr(
-            placing, "places_of_units", lambda *args, **named: change(*right(*args, **named)), raising=True
+            moved_blocks, "places_of_units", lambda *args, **named: change(*right(*args, **named)), raising=True
         )
 
     return plant

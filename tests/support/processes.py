@@ -28,7 +28,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
 from kvferry.errors import KVFerryError
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging.kernels import StartArray
 from kvferry.testing import KnownContents, Pool
 

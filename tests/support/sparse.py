@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels
 
 GIB = 1 << 30

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels
 from kvferry.staging.kernels import block_extent
 

@@ -22,7 +22,7 @@ from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser
 from benchmarks.gpu_contact.probes.receiver import Receiver, sender, write
 from benchmarks.gpu_contact.running import last_json
 
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import allocate, kernels_for
 
 MODES = ("global", "thread_local", "relaxed")

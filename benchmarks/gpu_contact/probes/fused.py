@@ -18,7 +18,7 @@ from benchmarks.gpu_contact.probes.common import MIB, Clock, DeviceName, parser,
 from benchmarks.gpu_contact.probes.receiver import digest
 
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import kernels_for
 
 if TYPE_CHECKING:

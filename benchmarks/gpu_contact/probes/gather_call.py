@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser, percentiles_us, seconds_of, tell
 
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import kernels_for
 from kvferry.staging.addressing import common_alignment, spread
 from kvferry.staging.kernels import AddressRange, StartArray

@@ -27,7 +27,7 @@ from benchmarks.gpu_contact.probes.common import (
     tell,
 )
 
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import kernels_for
 
 SIZES_MIB = (1, 8, 32, 64, 128)

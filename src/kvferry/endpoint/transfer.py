@@ -16,8 +16,8 @@ from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import ReceiverStats, SenderStats
-from kvferry.plan.requests.chunks import AnyPages, ChunkSequence, HandedIn
-from kvferry.plan.requests.layers import Layers
+from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, Layers
+from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import field_types
 

@@ -2,15 +2,13 @@
 
 `pieces` intersects the boxes of both sides and elects one writer for what several ranks hold, `routes` says which
 tokens travel and where they lie in pages of either size, `lowering` turns a piece into byte runs, `descriptors` into
-rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `cutting` says
-which packed pages are cut between tokens, `cost`
-estimates which path is faster, `compatibility` and `fingerprint` say why two sides cannot exchange caches, and `proof`
-checks all of it.
+rows that a transport prepares once and page numbers select, `pair` puts these together for two ranks, `cost` estimates
+which path is faster, `compatibility` and `fingerprint` say why two sides cannot exchange caches and which packed pages
+they cut for it, and `proof` checks all of it.
 """
 
-from kvferry.plan.compatibility import check_exchangeable, check_share_tokens, check_token_share
+from kvferry.plan.compatibility import check_exchangeable, check_share_tokens, check_token_share, described_alike
 from kvferry.plan.cost import Choice, PathCosts, TransferPath, WriteSize, choose
-from kvferry.plan.cutting import described_alike
 from kvferry.plan.descriptors import DescriptorRows, Selector, descriptor_rows, selectors
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.pair import ElectedRoute, PairPlan, Unit, places

@@ -11,7 +11,7 @@ import numpy as np
 
 from kvferry.errors import IncompatiblePeerError, LayoutError
 from kvferry.layout import Entry, Interval, RankLayout, Shard
-from kvferry.plan.cutting import described_alike
+from kvferry.plan.compatibility import described_alike
 from kvferry.plan.descriptors import DescriptorRows, check_descriptors, descriptor_rows
 from kvferry.plan.lowering import Runs, lower
 from kvferry.plan.packing import PackedPiece, packed_piece

@@ -23,7 +23,7 @@ from kvferry.errors import KVFerryError
 from kvferry.layout import Component, Entry, RankLayout, Shard, TokenPartition, TokenShare
 from kvferry.layout.interval import covers, volume
 from kvferry.layout.tokens import BlockLength
-from kvferry.plan.cutting import described_alike
+from kvferry.plan.compatibility import described_alike
 from kvferry.plan.lowering import PageSteps, Runs, lower
 from kvferry.plan.pieces import Piece, SourceGroup, elect_writer
 from kvferry.plan.routes import Demand, Route, route_between, segments_between, units_of

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import PackedSide
+from kvferry.plan.packing import BlockShape, PackedSide
 from kvferry.staging.kernels import StartArray
 
 

@@ -10,8 +10,7 @@ import numpy as np
 
 from kvferry.errors import SettingsError
 from kvferry.layout import MemoryKind
-from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import PackedSide, Starts
+from kvferry.plan.packing import BlockShape, PackedSide, Starts
 from kvferry.staging.kernels import Kernels, StartArray
 from kvferry.staging.memory import StagingMemory
 

@@ -20,10 +20,16 @@ from kvferry.errors import ChecksumError, MessageError, SettingsError, Transport
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Segment, digested_together
-from kvferry.plan.requests.digest_rows import DIGEST_BYTES, row_bounds, row_bytes_of
-from kvferry.plan.requests.moved_blocks import bytes_of, moved_blocks, pack_units
+from kvferry.plan.requests.moved_blocks import (
+    DIGEST_BYTES,
+    UnitPlaces,
+    bytes_of,
+    moved_blocks,
+    pack_units,
+    row_bounds,
+    row_bytes_of,
+)
 from kvferry.plan.requests.moves import Move
-from kvferry.plan.requests.placing import UnitPlaces
 from kvferry.protocol.wire.notifications import ChunkArrived, Digests, StagedSegment
 from kvferry.staging.addressing import array_at
 from kvferry.staging.kernels import Kernels

@@ -8,8 +8,7 @@ from itertools import tee
 
 from kvferry.plan import ElectedRoute
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
-from kvferry.plan.requests.digest_rows import row_bytes_of
-from kvferry.plan.requests.moved_blocks import moved_blocks, pack_units
+from kvferry.plan.requests.moved_blocks import moved_blocks, pack_units, row_bytes_of
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.transfer.sender_events import Write
 from kvferry.protocol.wire import notifications

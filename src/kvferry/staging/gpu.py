@@ -14,8 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import PackedSide
+from kvferry.plan.packing import BlockShape, PackedSide
 from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, ThreadStreams
 from kvferry.staging.addressing import alignment_of, common_alignment, spread, static_alignment
 from kvferry.staging.kernels import AddressRange, Gathers, Kernels, PackedBlocks, StartArray

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging.addressing import alignment_of, array_at, common_alignment, spread
 from kvferry.staging.kernels import AddressRange, Kernels, StartArray, block_extent
 

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
-from kvferry.plan.packing import PackedSide
+from kvferry.plan.packing import BlockShape, PackedSide
 
 StartArray = NDArray[np.int64]
 """The address of the first byte of every block, shape [blocks]."""

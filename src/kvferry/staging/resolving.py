@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from kvferry.errors import MessageError
 from kvferry.plan import PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Starts
-from kvferry.plan.requests.chunks import Pages
-from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.plan.requests.moved_blocks import UnitPlaces
+from kvferry.plan.requests.page_numbers import Pages
 from kvferry.protocol.wire.notifications import StagedSegment
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from kvferry.errors import MessageError
 from kvferry.plan.packing import aligned
-from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.notifications import StagedArrived
 from kvferry.staging.digests import verify_segment

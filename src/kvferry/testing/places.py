@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout import Entry, PageGroup, RankLayout, Shard, TokenShare
-from kvferry.plan.requests.chunks import AnyPages, GroupPages, pages_by_group
+from kvferry.plan.requests.page_numbers import AnyPages, GroupPages, pages_by_group
 
 Pages: TypeAlias = NDArray[np.int64]
 

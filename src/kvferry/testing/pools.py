@@ -27,7 +27,7 @@ from kvferry.layout import (
     VirtualPools,
     virtual_layout,
 )
-from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.testing.contents import Contents, CopiedContents, Elements, element_type
 from kvferry.testing.places import Pages, TakenPages, by_group, left_open, needed_pages, page_numbers, places
 

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 from kvferry import RankLayout, attention_components, shard_from_tensors
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey, spread_rows
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
-from kvferry.plan.packing import PackedPiece, PackedSide
+from kvferry.plan.packing import BlockShape, PackedPiece, PackedSide
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.copy_speed import sample_starts
 from kvferry.transport import PreparedList, TransferHandle, TransferReport

@@ -20,8 +20,7 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
-from kvferry.plan.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_fingerprint
-from kvferry.plan.requests.conditions import checked_conditions, why_different
+from kvferry.plan.fingerprint import MAY_BE_UNSAID, MAY_DIFFER, checked_conditions, checked_fingerprint, why_different
 
 IDENTITY = CacheIdentity(
     engine="vllm 0.32.0",

@@ -21,8 +21,7 @@ from kvferry.engines.vllm.identity import (
     scales,
 )
 from kvferry.errors import IncompatiblePeerError
-from kvferry.plan.fingerprint import check_same_fingerprint
-from kvferry.plan.requests.conditions import why_different
+from kvferry.plan.fingerprint import check_same_fingerprint, why_different
 
 
 def spec(**changes: Any) -> Any:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.blocks import BlockShape, block_shape
+from kvferry.plan.packing import BlockShape, block_shape
 
 Loops = tuple[tuple[int, int], ...]
 

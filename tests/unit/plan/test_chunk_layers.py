@@ -8,8 +8,8 @@ from tests.support.caches import Model, Shape, pool
 from kvferry import RankCoordinates, RankLayout
 from kvferry.errors import ChunkError
 from kvferry.layout import Interval
-from kvferry.plan.requests.chunks import AnyPages, Chunk, ChunkSequence
-from kvferry.plan.requests.layers import Layers
+from kvferry.plan.requests.chunks import Chunk, ChunkSequence, Layers
+from kvferry.plan.requests.page_numbers import AnyPages
 
 KEYS_AND_VALUES = Model(layers=4)
 WITH_DRAFT = Model(layers=4, draft_layers=1)

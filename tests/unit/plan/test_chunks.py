@@ -11,14 +11,8 @@ from hypothesis import strategies as st
 
 from kvferry.errors import ChunkError, PageError
 from kvferry.layout import PageGroup
-from kvferry.plan.requests.chunks import (
-    Chunk,
-    ChunkPart,
-    ChunkSequence,
-    GroupPages,
-    checked_pages,
-    why_impossible,
-)
+from kvferry.plan.requests.chunks import Chunk, ChunkPart, ChunkSequence, why_impossible
+from kvferry.plan.requests.page_numbers import GroupPages, checked_pages
 
 KV = PageGroup(name="kv", page_tokens=16, num_pages=10, has_slots=False, window_tokens=None)
 WINDOW = PageGroup(name="window", page_tokens=16, num_pages=6, has_slots=False, window_tokens=64)

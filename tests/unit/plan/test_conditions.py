@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvferry.errors import UsageError
-from kvferry.plan.requests.conditions import checked_conditions, why_different
+from kvferry.plan.fingerprint import checked_conditions, why_different
 
 
 def test_all_that_differs_is_said_and_no_digest_is_shown():

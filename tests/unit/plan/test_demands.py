@@ -26,9 +26,8 @@ from kvferry.layout import (
     zigzag,
 )
 from kvferry.plan import Demand
-from kvferry.plan.requests.chunks import GroupPages
 from kvferry.plan.requests.demands import GroupRequest, demands_of, wanted_groups
-from kvferry.plan.requests.page_numbers import PageNumbers
+from kvferry.plan.requests.page_numbers import GroupPages, PageNumbers
 from kvferry.protocol.wire.codec import decode_numbered_to_prefill, encode_body
 from kvferry.protocol.wire.messages import OpenRoom
 

@@ -12,8 +12,7 @@ from tests.support.caches import Model, Shape, pool
 
 from kvferry import RankCoordinates
 from kvferry.layout import Interval
-from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
-from kvferry.plan.requests.joining import components_by_group, joined
+from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, components_by_group, joined
 
 LAYERS = 6
 LAYOUTS = [

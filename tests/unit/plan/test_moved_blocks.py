@@ -38,7 +38,7 @@ from kvferry.plan import (
 )
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.plan.packing import MovedBlocks
-from kvferry.plan.requests.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import MAX_POSITION, GroupRequest, demands_of
 from kvferry.plan.requests.moved_blocks import (
     moved_blocks,
@@ -48,7 +48,7 @@ from kvferry.plan.requests.moved_blocks import (
     write_size_of,
 )
 from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
-from kvferry.plan.requests.page_numbers import PageNumbers
+from kvferry.plan.requests.page_numbers import GroupPages, PageNumbers
 
 WHOLE = TokenShare()
 

@@ -20,10 +20,10 @@ from tests.support.tiers import examples
 from kvferry.errors import PageError
 from kvferry.layout import Entry, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.plan import Unit, route_between
-from kvferry.plan.requests.chunks import Chunk, ChunkPart, GroupPages
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest, demands_of, wanted_groups
 from kvferry.plan.requests.moves import Move, ReceiverRequest, check_chunk, moves_of
-from kvferry.plan.requests.page_numbers import PageNumbers
+from kvferry.plan.requests.page_numbers import GroupPages, PageNumbers
 from kvferry.testing.places import positions_of
 
 WHOLE = TokenShare()

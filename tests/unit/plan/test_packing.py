@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from kvferry.layout import Axis, Component, Entry, Interval, Paging, Shard
 from kvferry.plan import Runs, lower
-from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import (
     SEGMENT_ALIGNMENT,
+    BlockShape,
     MovedBlocks,
     PackedSide,
     Segment,

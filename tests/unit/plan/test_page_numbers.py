@@ -12,8 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvferry.errors import MessageError, PageError
-from kvferry.plan.requests.chunks import checked_pages
-from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers, checked_pages
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 

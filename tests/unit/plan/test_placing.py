@@ -9,8 +9,7 @@ from kvferry.errors import MessageError
 from kvferry.layout import RankLayout, TokenShare, attention_components, interleaved, shard_from_tensors
 from kvferry.plan import Unit
 from kvferry.plan.requests.demands import demands_of
-from kvferry.plan.requests.moved_blocks import pack_units
-from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.plan.requests.moved_blocks import UnitPlaces, pack_units
 from kvferry.plan.routes import route_between
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.plan.requests.digest_rows import row_bounds, row_bytes_of
+from kvferry.plan.requests.moved_blocks import row_bounds, row_bytes_of
 
 
 def bounds(pages: list[int], unit_bytes: int = 512, row_bytes: int = 512) -> list[int]:

@@ -18,7 +18,7 @@ from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationError, SettingsError
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import triton_kernels
 from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.gpu import GpuKernels

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging.addressing import array_at, common_alignment, spread
 
 STARTS = [4096, 8192]

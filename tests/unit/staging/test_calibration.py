@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, StagingMemory, allocate, gather_speed, kernels_for
 
 BLOCK = BlockShape((), 1024)

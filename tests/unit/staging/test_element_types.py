@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvferry.layout import Device, MemoryKind, RankLayout, attention_components, shard_from_tensors
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import kernels_for
 
 PAGES, TOKENS, HEADS, DIM = 32, 16, 4, 32

@@ -21,7 +21,7 @@ from tests.support.waiting import eventually
 import kvferry
 from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, allocate, kernels_for
 from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.host import HostKernels
@@ -316,7 +316,7 @@ COUNT_THREADS = """
 import sys
 import numpy as np, psutil, torch
 from kvferry.layout import Device, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import allocate, kernels_for
 
 def threads():

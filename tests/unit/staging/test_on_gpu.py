@@ -14,7 +14,7 @@ from tests.support.tiers import examples
 
 from kvferry.errors import RegistrationError, SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.plan.blocks import BlockShape
+from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, allocate, gather_speed, kernels_for
 from kvferry.staging.host import HostKernels
 

@@ -20,9 +20,8 @@ from tests.support.waiting import eventually
 
 from kvferry.errors import TransferTimeoutError
 from kvferry.layout import Region
-from kvferry.plan.blocks import BlockShape
 from kvferry.plan.lowering import PageSteps
-from kvferry.plan.packing import PackedSide
+from kvferry.plan.packing import BlockShape, PackedSide
 from kvferry.staging.gpu import GpuKernels
 
 SOME = ranges_of(np.array([4096]), 64)

@@ -27,7 +27,7 @@ from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import Interval, RankCoordinates
-from kvferry.plan.requests.chunks import GroupPages
+from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
 

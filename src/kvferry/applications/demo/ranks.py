@@ -16,7 +16,7 @@ from kvferry.applications.demo.reference.caches import array_shape, entries_kept
 from kvferry.applications.demo.reference.engine import PrefilledChunk, load_model
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
 from kvferry.layout import PageGroup, RankCoordinates, RankLayout
-from kvferry.plan.requests.chunks import GroupPages
+from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.settings import Settings
 from kvferry.testing.places import TakenPages
 

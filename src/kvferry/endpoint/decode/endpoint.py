@@ -17,7 +17,7 @@ from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.transfer import Receiver
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.plan.requests.chunks import AnyPages
+from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.links.link import LinkKey
 from kvferry.settings import Settings
 from kvferry.transport import Transport

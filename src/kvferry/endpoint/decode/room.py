@@ -8,7 +8,7 @@ from kvferry.endpoint.transfer import Receiver
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.demands import GroupRequest
-from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkState
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.states import ReceiverState, TransferState

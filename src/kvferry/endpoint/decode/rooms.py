@@ -25,10 +25,10 @@ from kvferry.errors import MessageError, UnknownRoomError
 from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.plan import check_share_tokens
-from kvferry.plan.requests.chunks import AnyPages
-from kvferry.plan.requests.conditions import checked_conditions
+from kvferry.plan.fingerprint import checked_conditions
 from kvferry.plan.requests.demands import demands_of
-from kvferry.plan.requests.placing import UnitPlaces
+from kvferry.plan.requests.moved_blocks import UnitPlaces
+from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
 from kvferry.protocol.transfer.receiver import ReceiverMachine

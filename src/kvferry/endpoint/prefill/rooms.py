@@ -32,7 +32,7 @@ from kvferry.errors import (
 )
 from kvferry.loggers import logger_of
 from kvferry.plan import check_share_tokens
-from kvferry.plan.requests.conditions import checked_conditions
+from kvferry.plan.fingerprint import checked_conditions
 from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
 from kvferry.protocol.transfer.sender import SenderMachine

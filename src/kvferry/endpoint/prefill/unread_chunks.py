@@ -11,8 +11,7 @@ from kvferry.endpoint.runtime.callers_code import CallersCode
 from kvferry.endpoint.runtime.ready_signals import SIGNAL, Awaited
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.layout import Shard
-from kvferry.plan.requests.chunks import HandedIn
-from kvferry.plan.requests.joining import components_by_group, joined
+from kvferry.plan.requests.chunks import HandedIn, components_by_group, joined
 
 
 @dataclass(slots=True)

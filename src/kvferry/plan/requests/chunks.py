@@ -1,71 +1,141 @@
-"""The unit of work: a chunk, which is one part of a request's pages, and the rules for handing chunks in."""
+"""The unit of work: a chunk, which is one part of a request's pages, and the rules for handing chunks in.
+
+A chunk may be handed in layer by layer, in ranges, as a model computes them: the same pages again and again, each time
+for other layers, in any order. Pages count as handed in once all layers of their group are; the next pages come then.
+"Layer" stands for an index of a component's first axis, whatever that is. Chunks of the same pages whose layers follow
+each other are joined, so that they leave in one write.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from operator import index
 from typing import TypeAlias
 
 import msgspec
 import numpy as np
 from msgspec import structs
-from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import ChunkError, PageError
-from kvferry.layout import Interval, PageGroup, Shard
-from kvferry.plan.requests.layers import LayerProgress, Layers, layers_by_component
+from kvferry.layout import Component, Interval, PageGroup, Shard
+from kvferry.plan.requests.page_numbers import (
+    AnyPages,
+    GroupPages,
+    Pages,
+    integers_of,
+    pages_by_group,
+    refuse_out_of_range,
+    refuse_repeated,
+)
 
-Pages = NDArray[np.int64]
+Layers: TypeAlias = "Interval | Mapping[str, Interval]"
+"""Layers of all components, which have the same number of them; or of some components, by name."""
+
+
+def layers_by_component(layers: Layers, components: Iterable[Component], *, where: str) -> dict[str, Interval]:
+    """Says which layers of each component are meant.
+
+    Args:
+        components: those of the rank.
+
+    Raises:
+        ChunkError: if a component is unknown or has no such layer, or a single range is given for components of
+            different numbers of layers.
+    """
+    totals = {component.name: component.axes[0].size for component in components}
+    if not isinstance(layers, Mapping):
+        if len(set(totals.values())) > 1:
+            raise ChunkError(
+                f"{where}: layers {layers} of components that have different numbers of them, {totals}: say which "
+                "layers of each, by name"
+            )
+        layers = dict.fromkeys(totals, layers)
+    for name, part in layers.items():
+        if name not in totals:
+            raise ChunkError(f"{where}: layers of {name!r}: this rank's components are {list(totals)}")
+        if part.stop > totals[name]:
+            raise ChunkError(f"{where}: layers {part} of {name!r}, which has {totals[name]}")
+    return dict(layers)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerProgress:
+    """Which layers of one group's pages have been handed in, for pages that come layer by layer.
+
+    Attributes:
+        held: the layers that the group has on this rank, by component.
+        begun: the first of the pages of which some layers have come, and the one after the last; None if there are
+            none.
+        missing: the layers of these pages that are still to come, by component.
+    """
+
+    held: Mapping[str, frozenset[int]]
+    begun: tuple[int, int] | None = None
+    missing: Mapping[str, frozenset[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of_group(cls, group: str, shards: Iterable[Shard]) -> LayerProgress:
+        """Begins with none.
+
+        Args:
+            group: the group's name.
+            shards: those of the rank.
+        """
+        held: dict[str, frozenset[int]] = {}
+        for shard in shards:
+            if shard.group == group and all(shard.box):
+                name = shard.component.name
+                held[name] = held.get(name, frozenset()) | _indices(shard.box[0])
+        return cls(held)
+
+    def has_any(self, layers: Mapping[str, Interval]) -> bool:
+        """Returns whether the group has any of these layers."""
+        return any(self.held.get(name, frozenset()) & _indices(part) for name, part in layers.items())
+
+    def after(self, layers: Mapping[str, Interval], start: int, stop: int, *, where: str) -> LayerProgress:
+        """Returns how far they have come once layers of some pages are handed in.
+
+        Args:
+            start: the position of the first page.
+            stop: the position after the last page.
+
+        Raises:
+            ChunkError: if some of these layers were handed in before, or layers of other pages are still missing.
+        """
+        if self.begun is not None and self.begun != (start, stop):
+            raise ChunkError(
+                f"{where}: pages {start} to {stop} of the request where {self.missing_in_words} come first"
+            )
+        missing = self.held if self.begun is None else self.missing
+        rest: dict[str, frozenset[int]] = {}
+        for name, held in self.held.items():
+            taken = held & _indices(layers[name]) if name in layers else frozenset()
+            if again := taken - missing.get(name, frozenset()):
+                raise ChunkError(f"{where}: {_named(name, again)} of pages {start} to {stop} were handed in already")
+            if left := missing.get(name, frozenset()) - taken:
+                rest[name] = left
+        return LayerProgress(self.held, (start, stop) if rest else None, rest)
+
+    @property
+    def missing_in_words(self) -> str:
+        """What is still to come of the pages that were begun."""
+        assert self.begun is not None
+        layers = " and ".join(_named(name, rest) for name, rest in self.missing.items())
+        return f"{layers} of pages {self.begun[0]} to {self.begun[1]}"
+
+
+def _indices(part: Interval) -> frozenset[int]:
+    return frozenset(range(part.start, part.stop))
+
+
+def _named(component: str, layers: frozenset[int]) -> str:
+    return f"layers {sorted(layers)} of {component!r}"
+
 
 _INT64 = np.dtype(np.int64)
 _PAGE_BYTES = _INT64.itemsize
 _MOST_PAGES = 1 << 31
-_MOST_PAGES_MARKED = 1 << 24
-
-
-@dataclass(frozen=True, slots=True)
-class GroupPages:
-    """Page numbers of one group, and where they belong in the request.
-
-    Attributes:
-        pages: page numbers in this rank's pool.
-        start: how many pages of the group come before them in the request, on this rank. None continues where the chunk
-            before ended, or begins where the request's needs begin.
-        held_tokens: on the decode side, how many of the request's first tokens are here already in this group; None for
-            as many as in the others (prefix_tokens).
-    """
-
-    pages: ArrayLike
-    start: int | None = None
-    held_tokens: int | None = None
-
-
-AnyPages: TypeAlias = "ArrayLike | Mapping[str, ArrayLike | GroupPages]"
-"""Page numbers of the only group, or of several groups by name."""
-
-
-def pages_by_group(pages: AnyPages, groups: Sequence[str], *, start: int | None, where: str) -> dict[str, GroupPages]:
-    """Sorts page numbers by group, in whichever form the caller gave them.
-
-    Args:
-        groups: the groups of the rank's layout.
-        start: position of the pages in the request, where they are not given by group.
-
-    Raises:
-        PageError: if a group is unknown, or there is a single list for several groups.
-    """
-    if isinstance(pages, Mapping):
-        if unknown := sorted(set(pages) - set(groups)):
-            raise PageError(f"{where}: no group {unknown}: this rank's pages are in groups {list(groups)}")
-        if start is not None:
-            raise PageError(f"{where}: start {start} beside pages by group: say it with GroupPages(pages, start)")
-        return {name: each if isinstance(each, GroupPages) else GroupPages(each) for name, each in pages.items()}
-    if len(groups) != 1:
-        raise PageError(
-            f"{where}: this rank's pages are in groups {list(groups)}: hand in a mapping of their names to page numbers"
-        )
-    return {groups[0]: GroupPages(pages, start)}
 
 
 class ChunkPart(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -295,7 +365,7 @@ class ChunkSequence:
         may_skip = not progress.has_begun or group.window_tokens is not None
         if begin != expected and (begin < expected or not may_skip):
             raise ChunkError(f"{where}: a chunk starts at page {begin} of the request where page {expected} is next")
-        numbers = _integers(given.pages, where).tobytes()
+        numbers = integers_of(given.pages, where).tobytes()
         slots = begin + len(numbers) // _PAGE_BYTES
         if group.has_slots and slots > 1:
             raise PageError(f"{where}: {slots} slots for one request: hand in its slot once, when the state is final")
@@ -318,69 +388,53 @@ def why_impossible(chunk: Chunk, *, where: str) -> PageError | None:
     return None
 
 
-def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
-    """Returns a private copy of page numbers, which lie in the pool and appear once each.
+def components_by_group(shards: Iterable[Shard]) -> dict[str, frozenset[str]]:
+    """Returns the names of the components that a rank has in each of its groups."""
+    components: dict[str, frozenset[str]] = {}
+    for shard in shards:
+        components[shard.group] = components.get(shard.group, frozenset()) | {shard.component.name}
+    return components
 
-    Raises:
-        PageError: naming an offending page.
+
+def joined(first: HandedIn, second: HandedIn, components: Mapping[str, frozenset[str]]) -> HandedIn | None:
+    """Returns two chunks as one, or None if they are not of the same pages, or do not follow each other.
+
+    The second may have groups that the first lacks, and the other way around: as where recurrent state is there with
+    the last layers.
+
+    Args:
+        first: the one that was handed in first. The joined one has its number.
+        second: the next one.
+        components: the names of the components of each group.
     """
-    copy = _integers(pages, where)
-    refuse_out_of_range(copy, pool_pages=pool_pages, where=where)
-    refuse_repeated(copy, where=where)
-    return copy
+    if first.layers is None or second.layers is None or first.completes or first.token_part != second.token_part:
+        return None
+    layers = dict(first.layers)
+    for name, part in second.layers.items():
+        union = _union(layers[name], part) if name in layers else part
+        if union is None:
+            return None
+        layers[name] = union
+    parts = {group.name: (group, start, pages) for group, start, pages in first.parts}
+    for group, start, pages in second.parts:
+        known = parts.get(group.name)
+        if known is None and components[group.name].isdisjoint(first.layers):
+            parts[group.name] = group, start, pages
+        elif known is None or known[1:] != (start, pages):
+            return None
+    lacking = parts.keys() - {group.name for group, _, _ in second.parts}
+    if any(not components[name].isdisjoint(second.layers) for name in lacking):
+        return None
+    return structs.replace(
+        second,
+        number=first.number,
+        parts=tuple(parts.values()),
+        submitted_at=first.submitted_at,
+        layers=layers,
+    )
 
 
-def refuse_out_of_range(pages: Pages, *, pool_pages: int, where: str) -> None:
-    """Refuses page numbers that the pool does not have.
-
-    Raises:
-        PageError: naming the first.
-    """
-    outside = (pages < 0) | (pages >= pool_pages)
-    if outside.any():
-        position = int(outside.argmax())
-        raise PageError(
-            f"{where}: page {pages[position]} at position {position} is out of range: the pool has {pool_pages} pages"
-        )
-
-
-def refuse_repeated(pages: Pages, *, where: str) -> None:
-    """Refuses page numbers that appear more than once.
-
-    Raises:
-        PageError: naming the first.
-    """
-    if not pages.size:
-        return
-    highest = int(pages.max())
-    if highest > _MOST_PAGES_MARKED:  # a peer may claim a pool that is too large to mark in memory
-        distinct = len(np.unique(pages))
-    else:
-        seen = np.zeros(highest + 1, np.bool_)
-        seen[pages] = True
-        distinct = int(np.count_nonzero(seen))
-    if distinct != pages.size:
-        numbers, counts = np.unique(pages, return_counts=True)
-        first = int(np.flatnonzero(counts > 1)[0])
-        raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")
-
-
-def _integers(pages: ArrayLike, where: str) -> Pages:
-    """Returns a private copy of a flat sequence of integers."""
-    try:
-        given = np.asarray(pages)
-    except ValueError as error:
-        raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
-    except Exception as error:  # a tensor's own: of a device, sparse, with gradients, of a type that NumPy lacks
-        about = [str(getattr(pages, name)) for name in ("dtype", "device", "layout") if hasattr(pages, name)]
-        given_as = type(pages).__name__ + (f" ({', '.join(about)})" if about else "")
-        raise PageError(
-            f"{where}: no page numbers can be read from a {given_as}: {error}; hand in a flat sequence of integers in "
-            "main memory, a NumPy array of int64 for one"
-        ) from error
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
-    if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
-        position = int(given.argmax())
-        raise PageError(f"{where}: page {given[position]} at position {position} is out of range of any pool")
-    return given.astype(np.int64)
+def _union(first: Interval, second: Interval) -> Interval | None:
+    """Returns the interval that two make, in whichever order; None if they make none."""
+    low, high = sorted((first, second), key=lambda part: part.start)
+    return Interval(low.start, high.stop) if low.stop == high.start else None

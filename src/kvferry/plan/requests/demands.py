@@ -12,8 +12,15 @@ from kvferry.errors import PageError, UsageError
 from kvferry.layout import Entry, PageGroup, RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Demand, needed_locally
-from kvferry.plan.requests.chunks import AnyPages, GroupPages, Pages, checked_pages, pages_by_group
-from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
+from kvferry.plan.requests.page_numbers import (
+    MAX_PAGES,
+    AnyPages,
+    GroupPages,
+    PageNumbers,
+    Pages,
+    checked_pages,
+    pages_by_group,
+)
 
 MAX_POSITION = 2**48
 Position: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_POSITION)]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from kvferry.errors import LayoutError, PageError, UsageError
 from kvferry.layout import Interval, TokenShare
 from kvferry.plan import Demand, Route, Unit, Units, needed_locally, places, segments_between, units_of
-from kvferry.plan.requests.chunks import Chunk, ChunkPart, Pages
+from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
+from kvferry.plan.requests.page_numbers import Pages
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The page numbers of an open request, as they travel and are kept.
+"""Page numbers: as callers hand them in, checked, and as those of an open request travel and are kept.
 
 Allocators hand out neighbours: most requests lie in few runs of pages that follow one another, and a run takes 16 bytes
 however long it is. Where there are no such runs the plain numbers are smaller, at 8 bytes each. Either way the pages
@@ -7,20 +7,69 @@ are counted before any are written out: a run of 2**40 pages costs whoever reads
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 import msgspec
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from kvferry.errors import MessageError, PageError
-from kvferry.plan.requests.chunks import Pages, refuse_out_of_range, refuse_repeated
 from kvferry.plan.routes import ascending_ranges
+
+Pages = NDArray[np.int64]
 
 MAX_PAGES = 2**21
 """Page numbers in one list."""
 
 _NUMBER_BYTES = 8
 _RUN_BYTES = 16
+_MOST_PAGES_MARKED = 1 << 24
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPages:
+    """Page numbers of one group, and where they belong in the request.
+
+    Attributes:
+        pages: page numbers in this rank's pool.
+        start: how many pages of the group come before them in the request, on this rank. None continues where the chunk
+            before ended, or begins where the request's needs begin.
+        held_tokens: on the decode side, how many of the request's first tokens are here already in this group; None for
+            as many as in the others (prefix_tokens).
+    """
+
+    pages: ArrayLike
+    start: int | None = None
+    held_tokens: int | None = None
+
+
+AnyPages: TypeAlias = "ArrayLike | Mapping[str, ArrayLike | GroupPages]"
+"""Page numbers of the only group, or of several groups by name."""
+
+
+def pages_by_group(pages: AnyPages, groups: Sequence[str], *, start: int | None, where: str) -> dict[str, GroupPages]:
+    """Sorts page numbers by group, in whichever form the caller gave them.
+
+    Args:
+        groups: the groups of the rank's layout.
+        start: position of the pages in the request, where they are not given by group.
+
+    Raises:
+        PageError: if a group is unknown, or there is a single list for several groups.
+    """
+    if isinstance(pages, Mapping):
+        if unknown := sorted(set(pages) - set(groups)):
+            raise PageError(f"{where}: no group {unknown}: this rank's pages are in groups {list(groups)}")
+        if start is not None:
+            raise PageError(f"{where}: start {start} beside pages by group: say it with GroupPages(pages, start)")
+        return {name: each if isinstance(each, GroupPages) else GroupPages(each) for name, each in pages.items()}
+    if len(groups) != 1:
+        raise PageError(
+            f"{where}: this rank's pages are in groups {list(groups)}: hand in a mapping of their names to page numbers"
+        )
+    return {groups[0]: GroupPages(pages, start)}
 
 
 class PageNumbers(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -131,3 +180,71 @@ class PageNumbers(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """First page and number of pages of every run."""
         runs = self._numbers.reshape(-1, 2)
         return runs[:, 0], runs[:, 1]
+
+
+def checked_pages(pages: ArrayLike, *, pool_pages: int, where: str) -> Pages:
+    """Returns a private copy of page numbers, which lie in the pool and appear once each.
+
+    Raises:
+        PageError: naming an offending page.
+    """
+    copy = integers_of(pages, where)
+    refuse_out_of_range(copy, pool_pages=pool_pages, where=where)
+    refuse_repeated(copy, where=where)
+    return copy
+
+
+def refuse_out_of_range(pages: Pages, *, pool_pages: int, where: str) -> None:
+    """Refuses page numbers that the pool does not have.
+
+    Raises:
+        PageError: naming the first.
+    """
+    outside = (pages < 0) | (pages >= pool_pages)
+    if outside.any():
+        position = int(outside.argmax())
+        raise PageError(
+            f"{where}: page {pages[position]} at position {position} is out of range: the pool has {pool_pages} pages"
+        )
+
+
+def refuse_repeated(pages: Pages, *, where: str) -> None:
+    """Refuses page numbers that appear more than once.
+
+    Raises:
+        PageError: naming the first.
+    """
+    if not pages.size:
+        return
+    highest = int(pages.max())
+    if highest > _MOST_PAGES_MARKED:  # a peer may claim a pool that is too large to mark in memory
+        distinct = len(np.unique(pages))
+    else:
+        seen = np.zeros(highest + 1, np.bool_)
+        seen[pages] = True
+        distinct = int(np.count_nonzero(seen))
+    if distinct != pages.size:
+        numbers, counts = np.unique(pages, return_counts=True)
+        first = int(np.flatnonzero(counts > 1)[0])
+        raise PageError(f"{where}: page {numbers[first]} appears {counts[first]} times; a request holds each page once")
+
+
+def integers_of(pages: ArrayLike, where: str) -> Pages:
+    """Returns a private copy of a flat sequence of integers."""
+    try:
+        given = np.asarray(pages)
+    except ValueError as error:
+        raise PageError(f"{where}: pages must be a flat sequence of integers: {error}") from error
+    except Exception as error:  # a tensor's own: of a device, sparse, with gradients, of a type that NumPy lacks
+        about = [str(getattr(pages, name)) for name in ("dtype", "device", "layout") if hasattr(pages, name)]
+        given_as = type(pages).__name__ + (f" ({', '.join(about)})" if about else "")
+        raise PageError(
+            f"{where}: no page numbers can be read from a {given_as}: {error}; hand in a flat sequence of integers in "
+            "main memory, a NumPy array of int64 for one"
+        ) from error
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise PageError(f"{where}: pages must be a flat sequence of integers, not {given.dtype} of shape {given.shape}")
+    if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
+        position = int(given.argmax())
+        raise PageError(f"{where}: page {given[position]} at position {position} is out of range of any pool")
+    return given.astype(np.int64)

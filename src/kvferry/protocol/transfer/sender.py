@@ -19,8 +19,8 @@ from kvferry.errors import (
     TransferRefusedError,
     TransferTimeoutError,
 )
+from kvferry.plan.fingerprint import why_different
 from kvferry.plan.requests.chunks import Chunk, why_impossible
-from kvferry.plan.requests.conditions import why_different
 from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
 from kvferry.protocol.transfer.receiver_progress import ReceiverProgress

@@ -14,8 +14,7 @@ import msgspec
 
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan import ElectedRoute, Piece, TransferPath
-from kvferry.plan.fingerprint import FingerprintFields
-from kvferry.plan.requests.conditions import RequestConditions
+from kvferry.plan.fingerprint import FingerprintFields, RequestConditions
 from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.wire.field_types import (
@@ -244,7 +243,7 @@ class OpenRoom(AboutRoom, frozen=True, omit_defaults=True):
         trace: the decode side's trace context, as W3C's `traceparent`; empty without tracing.
         held: tokens at the start of the request that this decode rank holds already, in groups that this prefill rank
             does not fill as well.
-        depends_on: what the request's cache depends on; see `plan.requests.conditions`.
+        depends_on: what the request's cache depends on; see `plan.fingerprint`.
     """
 
     receivers: Annotated[int, msgspec.Meta(le=2**31)]

@@ -12,7 +12,7 @@ from kvferry.protocol.wire.field_types import MAX_AUX_BYTES, MAX_DIGEST_BYTES, M
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of packed blocks, page by page; see `plan.requests.digest_rows`.
+    """Digests of packed blocks, page by page; see `plan.requests.moved_blocks`.
 
     Attributes:
         row_bytes: least bytes that a digest covers, where pages are small.
