@@ -18,11 +18,11 @@ from kvferry.layout.component import attention_components
 from kvferry.plan import Piece
 from kvferry.plan.requests.demands import demands_of
 from kvferry.protocol.links.link import Link, LinkKey
-from kvferry.protocol.transfer.both_sides import Deadlines
+from kvferry.protocol.transfer.events import SendOpen
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import SendOpen
+from kvferry.protocol.transfer.states import Deadlines
 from kvferry.protocol.wire import codec, field_types, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 

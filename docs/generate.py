@@ -1,7 +1,7 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
-tables of docs/reliability.md and docs/observability.md from `protocol/transfer/holding.py` and `observe/metrics.py`,
+tables of docs/reliability.md and docs/observability.md from `protocol/transfer/states.py` and `observe/metrics.py`,
 those of docs/caches.md from the plug-ins, docs/families.md from the families that tests build. A test checks that none
 has fallen behind.
 """
@@ -24,8 +24,14 @@ from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
-from kvferry.protocol.transfer.holding import HOLDINGS, Waits
-from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, SENDER_TRANSITIONS, SenderState, TransferState
+from kvferry.protocol.transfer.states import (
+    HOLDINGS,
+    RECEIVER_TRANSITIONS,
+    SENDER_TRANSITIONS,
+    SenderState,
+    TransferState,
+    Waits,
+)
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent

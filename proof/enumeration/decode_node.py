@@ -11,10 +11,8 @@ from kvferry.layout import RankLayout
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
-from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
-from kvferry.protocol.transfer.credits import ReadingRing, Span
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AwaitArrival,
     ConnectFailed,
     Drop,
@@ -26,10 +24,13 @@ from kvferry.protocol.transfer.receiver_events import (
     SenderDrained,
     SenderSettled,
     SendOpen,
+    Tick,
 )
+from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import ProcessIdentity
+from kvferry.staging.rings import ReadingRing, Span
 from proof.enumeration.automata import Event, Output
 from proof.enumeration.ranks import (
     DEADLINES,
@@ -374,10 +375,10 @@ class DecodeNode:
         else:
             self._give_back(prefill, message.epoch, span, out)
 
-    def _notified(self, prefill: int, message: notifications.Notification, out: list[Output]) -> None:
+    def _notified(self, prefill: int, message: messages.Notification, out: list[Output]) -> None:
         is_ours = message.generation == self.generation and self._machine is not None and not self.has_ended
         match message:
-            case notifications.StagedArrived():
+            case messages.StagedArrived():
                 if self._rings.by_rank[prefill].epoch != message.epoch:
                     return
                 span = Span(message.start, message.begin, message.stop)
@@ -386,5 +387,5 @@ class DecodeNode:
                     self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
                 else:
                     self._give_back(prefill, message.epoch, span, out)
-            case notifications.ChunkArrived() | notifications.WriterFinished() if is_ours:
+            case messages.ChunkArrived() | messages.WriterFinished() if is_ours:
                 self._apply(message, out)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from kvferry.protocol.links.decode_channels import DecodeChannels
-from kvferry.protocol.transfer.credits import WritingRing
+from kvferry.protocol.links.reliable_channel import DecodeChannels
 from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.field_types import Message
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.field_types import DecodeRank, Message
+from kvferry.staging.rings import WritingRing
 from proof.enumeration.ranks import SPAN_BYTES, RingSpan, decode_rank, number_of
 
 

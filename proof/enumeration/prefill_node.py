@@ -14,10 +14,8 @@ from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
-from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AwaitTurn,
     ChunkSubmitted,
     FinishSent,
@@ -28,15 +26,17 @@ from kvferry.protocol.transfer.sender_events import (
     SenderEvent,
     SendFailed,
     SendFinish,
+    Tick,
     TurnCame,
     Write,
     WriteDone,
     WriteFailed,
 )
+from kvferry.protocol.transfer.room_table import RoomMessage, RoomTable
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.protocol.wire.field_types import Message
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire.field_types import DecodeRank, Message
 from proof.enumeration.automata import Event, Output
 from proof.enumeration.prefill_connections import Connections
 from proof.enumeration.ranks import (
@@ -346,7 +346,7 @@ class PrefillNode:
                 case AwaitTurn():
                     self._apply(TurnCame(), out)
                 case SendFinish(name, generation, chunks, aux):
-                    finished = notifications.WriterFinished(
+                    finished = messages.WriterFinished(
                         room=ROOM, generation=generation, writer=self._number, chunks=chunks, aux=aux
                     )
                     out.append(("notify", number_of(name), codec.encode(finished)))

@@ -13,10 +13,9 @@ from kvferry.layout import (
     virtual_layout,
 )
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.both_sides import Deadlines
-from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.protocol.wire.field_types import ProcessIdentity
-from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
+from kvferry.protocol.transfer.states import Deadlines
+from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire.field_types import DecodeRank, Identity, ProcessIdentity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import SPOKEN
 
@@ -114,7 +113,7 @@ def welcome(number: int, prefills: int) -> messages.Welcome:
 def staged_arrived(writer: int, generation: int, sequence: int, span: RingSpan) -> bytes:
     """Encodes the notification of a part."""
     return codec.encode(
-        notifications.StagedArrived(
+        messages.StagedArrived(
             room=ROOM,
             generation=generation,
             writer=writer,
@@ -133,4 +132,4 @@ def staged_arrived(writer: int, generation: int, sequence: int, span: RingSpan) 
 
 def chunk_arrived(writer: int, generation: int, sequence: int) -> bytes:
     """Encodes the notification of a chunk that was written directly."""
-    return codec.encode(notifications.ChunkArrived(room=ROOM, generation=generation, writer=writer, sequence=sequence))
+    return codec.encode(messages.ChunkArrived(room=ROOM, generation=generation, writer=writer, sequence=sequence))

@@ -37,7 +37,7 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move
 from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.wire import codec, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport
 from proof.oracle.cases import Case, Room, Side

@@ -466,14 +466,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "rooms go on that a lost decode rank had opened",
-        "protocol/rooms/room_table.py",
+        "protocol/transfer/room_table.py",
         "return self.given_to(receiver), aborts",
         "return [], aborts",
         "tests/unit/endpoint/test_costs.py tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
         "an abort of what was dropped with a lost rank is taken for that of a room that has ended",
-        "protocol/rooms/room_table.py",
+        "protocol/transfer/room_table.py",
         "return self._dropped.get((receiver, message.room)) == message.generation",
         "return False",
         "tests/unit/protocol/test_room_table.py tests/unit/endpoint/test_links.py",
@@ -1366,14 +1366,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "an end counts from before it was known",
-        "protocol/links/lost_ranks.py",
+        "protocol/links/proofs.py",
         "lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s",
         "lost.gone_for_s = passed_s + (lost.gone_for_s or 0.0)",
         "tests/unit/protocol/test_lost_ranks.py",
     ),
     PlantedFault(
         "a rank that is lost again is lost since then",
-        "protocol/links/lost_ranks.py",
+        "protocol/links/proofs.py",
         "self._lost.setdefault(endpoint, LostRank(process, now))",
         "self._lost[endpoint] = LostRank(process, now)",
         "tests/unit/protocol/test_lost_ranks.py",

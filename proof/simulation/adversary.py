@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvferry.errors import PeerDisconnectedError, TransportError
 from kvferry.protocol.wire.codec import decode_notification
-from kvferry.protocol.wire.notifications import StagedArrived
+from kvferry.protocol.wire.messages import StagedArrived
 from proof.simulated_transport import SimulatedHandle
 from proof.simulation.circumstances import LINGER_S, THAW_S, WAITS
 from proof.simulation.control_network import NEXT_RELEASE, Line

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from kvferry.protocol.transfer.holding import Waits
+from kvferry.protocol.transfer.states import Waits
 from kvferry.settings import Settings
 from proof.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
 from proof.simulation.processes import Process

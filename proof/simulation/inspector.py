@@ -10,8 +10,6 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.plan import TransferPath
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.holding import longest_s
 from kvferry.protocol.transfer.states import (
     RECEIVER_TRANSITIONS,
     SENDER_TRANSITIONS,
@@ -19,10 +17,11 @@ from kvferry.protocol.transfer.states import (
     SenderState,
     SideState,
     TransferState,
+    longest_s,
 )
 from kvferry.protocol.wire.codec import decode_notification, decode_to_decode, decode_to_prefill
-from kvferry.protocol.wire.messages import Numbered, Ping
-from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived
+from kvferry.protocol.wire.messages import ChunkArrived, Notification, Numbered, Ping, StagedArrived
+from kvferry.staging.rings import Span
 from proof.simulated_transport import Piece, SimulatedHandle, SimulatedTransport
 from proof.simulation.adversary import Adversary
 from proof.simulation.circumstances import WAITS

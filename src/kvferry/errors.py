@@ -217,3 +217,14 @@ class TransferFailedError(TransferError):
     """
 
     there: str = ""
+
+
+def caused(what: str, cause: BaseException) -> TransferFailedError:
+    """Makes the error of a transfer that another exception ended; its message quotes that one's type and text."""
+    try:
+        text = str(cause)
+    except BaseException as problem:  # code of whoever has raised it
+        text = f"(its text raises {type(problem).__name__})"
+    error = TransferFailedError(f"{what}: {type(cause).__name__}: {text}")
+    error.__cause__ = cause
+    return error

@@ -22,7 +22,7 @@ from kvferry.plan import Unit, pieces_for_receiver
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moved_blocks import pack_units
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.wire import codec, field_types, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.transport import PeerMetadata
 
 Tree: TypeAlias = Any
@@ -34,7 +34,7 @@ KINDS = tuple(
     + get_args(messages.ToDecode)
     + get_args(messages.NumberedToPrefill)
     + get_args(messages.NumberedToDecode)
-    + get_args(notifications.Notification)
+    + get_args(messages.Notification)
 )
 
 _NUMBERS = (0, 1, -1, 2, 7, 255, 256, 2**31 - 1, 2**31, 2**32, 2**48, 2**48 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63))
@@ -139,9 +139,9 @@ def examples() -> list[field_types.Message]:
         messages.Gone(process=PROCESS),
         messages.Drained(endpoint="p0", room=5, generation=6, writer=0),
         messages.SpanReleased(endpoint="p0", epoch=3, start=0, begin=0, stop=64),
-        notifications.ChunkArrived(room=5, generation=6, writer=0, sequence=0),
-        notifications.WriterFinished(room=5, generation=6, writer=0, chunks=1, aux=b"token"),
-        notifications.StagedArrived(
+        messages.ChunkArrived(room=5, generation=6, writer=0, sequence=0),
+        messages.WriterFinished(room=5, generation=6, writer=0, chunks=1, aux=b"token"),
+        messages.StagedArrived(
             room=5,
             generation=6,
             writer=0,
@@ -153,7 +153,7 @@ def examples() -> list[field_types.Message]:
             begin=0,
             stop=64,
             unit=Unit.WHOLE,
-            segments=(notifications.StagedSegment(0, 0, 1, pack_units(np.array([0, 1, 5]))),),
+            segments=(messages.StagedSegment(0, 0, 1, pack_units(np.array([0, 1, 5]))),),
         ),
     ]
     assert {type(each) for each in made} == set(KINDS), "a kind of message has no example"

@@ -31,7 +31,7 @@ from kvferry.plan import check_exchangeable, pieces_for_receiver
 from kvferry.plan.requests.demands import GroupRequest, wanted_groups
 from kvferry.plan.requests.moved_blocks import unpack_units
 from kvferry.plan.requests.page_numbers import MAX_PAGES, PageNumbers
-from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.transport import PeerMetadata
 
@@ -195,7 +195,7 @@ def test_the_mutator_makes_what_is_right_from_the_types_alone(corpus: Corpus):
         (messages.ToDecode, codec.decode_to_decode),
         (messages.NumberedToPrefill, lambda data: codec.decode_numbered_to_prefill(msgspec.Raw(data[6:]))),
         (messages.NumberedToDecode, lambda data: codec.decode_numbered_to_decode(msgspec.Raw(data[6:]))),
-        (notifications.Notification, codec.decode_notification),
+        (messages.Notification, codec.decode_notification),
     ):
         for kind in get_args(union):
             right = 0

@@ -20,7 +20,7 @@ from tests.support.waiting import PATIENCE_S
 from kvferry import InProcessTransport
 from kvferry.errors import KVFerryError, MessageError
 from kvferry.layout import Device, RankCoordinates, Region
-from kvferry.protocol.wire import codec, field_types, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 
@@ -158,8 +158,8 @@ class Attack:
         (room,) = decode._driver.rooms.open.values()
         writer = self._bystanders.prefill.transport.endpoint_name
         known: list[field_types.Message] = [
-            notifications.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
-            notifications.WriterFinished(room=room.room, generation=room.generation, writer=0, chunks=0, aux=b"forged"),
+            messages.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
+            messages.WriterFinished(room=room.room, generation=room.generation, writer=0, chunks=0, aux=b"forged"),
             messages.Drained(endpoint=writer, room=room.room, generation=room.generation, writer=0),
             messages.RoomFailed(room=room.room, generation=room.generation, writer=0, error="", reason="forged"),
             messages.AbortRoom(room=room.room, generation=room.generation, reason="forged"),

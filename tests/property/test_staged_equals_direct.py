@@ -38,17 +38,15 @@ from kvferry.plan.packing import SEGMENT_ALIGNMENT, BlockShape, PackedPiece, Pac
 from kvferry.plan.requests import moved_blocks
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.moves import Move
-from kvferry.protocol.transfer.both_sides import Deadlines
-from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
+from kvferry.protocol.transfer.events import Write
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.sender_events import Write
-from kvferry.protocol.wire import codec, messages, notifications
-from kvferry.protocol.wire.messages import Credit
-from kvferry.protocol.wire.notifications import StagedArrived
+from kvferry.protocol.transfer.states import Deadlines
+from kvferry.protocol.wire import codec, messages
+from kvferry.protocol.wire.messages import Credit, StagedArrived
 from kvferry.staging import Kernels, StagingMemory, gathering, resolving, scattering
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.receiving import WriterRing
-from kvferry.staging.rings import SharedRing
+from kvferry.staging.rings import ReadingRing, SharedRing, Span, WritingRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import TransferHandle
 
@@ -410,7 +408,7 @@ def _pieces_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the receiver's side."""
     right = resolving.resolved
 
-    def resolved(segment: notifications.StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Any:
+    def resolved(segment: messages.StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Any:
         mirrored = msgspec.structs.replace(segment, piece=len(plan.pieces) - 1 - segment.piece)
         return right(mirrored, unit, plan, places)
 

@@ -43,41 +43,37 @@ from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, moves_of
 from kvferry.protocol.links import link, pods
-from kvferry.protocol.links.decode_channels import DecodeChannels
-from kvferry.protocol.links.lost_ranks import LostRanks
+from kvferry.protocol.links.proofs import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
-from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.links.spoken_versions import SpokenVersions
-from kvferry.protocol.rooms.room_table import RoomTable
-from kvferry.protocol.transfer import receiver, sender, sender_events
-from kvferry.protocol.transfer.both_sides import Tick
-from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.links.reliable_channel import DecodeChannels, ReliableChannel
+from kvferry.protocol.transfer import events, receiver, sender
+from kvferry.protocol.transfer.events import (
+    AwaitTurn,
     ConnectFailed,
     PartPlaced,
     ReceiverCommand,
     ReceiverEvent,
-    SenderDrained,
-)
-from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
-    AwaitTurn,
     ReceiverOpened,
     RoomExpected,
     SenderCommand,
+    SenderDrained,
     SenderEvent,
     SendFinish,
+    Tick,
     Write,
     WriteDone,
     WriteFailed,
 )
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
+from kvferry.protocol.transfer.room_table import RoomTable
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
 from kvferry.protocol.wire.field_types import Message, PodIdentity
 from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered, Ping, Pong, SpanReleased
-from kvferry.staging.rings import SharedRing
+from kvferry.protocol.wire.versions import SpokenVersions
+from kvferry.staging.rings import ReadingRing, SharedRing, Span, WritingRing
 from kvferry.staging.slots import SourceMemory
 from kvferry.staging.waiting import Waiter
 
@@ -149,7 +145,7 @@ def _drained_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
         for name, each in machine._receivers.items():
             if machine.state is TransferState.FAILED and not each.drained_sent:
                 each.drained_sent = True
-                commands.append(sender_events.SendDrained(name, each.opened.generation))
+                commands.append(events.SendDrained(name, each.opened.generation))
         return commands
 
     patch.setattr(SenderMachine, "_tell_drained", tell)

@@ -27,12 +27,10 @@ from kvferry.endpoint.runtime.timers import Timers
 from kvferry.layout import Device, Region
 from kvferry.observe.observer import Observer
 from kvferry.protocol import bounded
-from kvferry.protocol.links import spoken_versions
-from kvferry.protocol.links.spoken_versions import SpokenVersions
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.wire.versions import Versions
+from kvferry.protocol.wire import versions
+from kvferry.protocol.wire.versions import SpokenVersions, Versions
 from kvferry.staging import StagingMemory, rings, slots, waiting
-from kvferry.staging.rings import PeerMemory, SharedRing
+from kvferry.staging.rings import PeerMemory, SharedRing, Span
 from kvferry.staging.slots import Slot, SourceMemory
 
 # ---- memory that is short
@@ -321,7 +319,7 @@ def test_who_was_broken_off_and_who_has_spoken_is_never_forgotten_while_it_is_no
 
         return check
 
-    explore(scenario, instructions=[bounded, prefill_context, spoken_versions])
+    explore(scenario, instructions=[bounded, prefill_context, versions])
 
 
 def test_work_for_the_decode_endpoints_thread_is_found_when_that_is_woken():

@@ -22,7 +22,7 @@ from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.errors import EndpointClosedError
 from kvferry.observe.observer import Observer
-from kvferry.protocol.rooms import room_table
+from kvferry.protocol.transfer import room_table
 from kvferry.protocol.wire.messages import AbortRoom, Attach, OpenRoom
 from kvferry.settings import Settings
 

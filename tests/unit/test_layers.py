@@ -37,7 +37,7 @@ LAYERS = (
 
 FLOORS = {
     "plan": ("requests",),
-    "protocol": ("wire", "rooms", "transfer", "links"),
+    "protocol": ("wire", "transfer", "links"),
     "endpoint": ("runtime", "prefill", "decode"),
 }
 """The folders within a layer, likewise."""

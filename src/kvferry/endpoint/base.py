@@ -38,7 +38,7 @@ from kvferry.observe.status import (
 from kvferry.open_files import SHARE, START
 from kvferry.plan import TransferPath, check_token_share
 from kvferry.plan.fingerprint import checked_fingerprint
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
 from kvferry.settings import Settings
 from kvferry.staging.mapped import MappedTransport

@@ -17,7 +17,7 @@ from kvferry.errors import (
     TransportUnavailableError,
     UsageError,
 )
-from kvferry.protocol.transfer.both_sides import Deadlines
+from kvferry.protocol.transfer.states import Deadlines
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 from kvferry.transport.chosen import available_transport_class, transport_class

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import forget_oldest
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.field_types import DecodeRank
 
 log = logger_of(__name__)
 

@@ -30,7 +30,7 @@ from kvferry.plan.requests.moved_blocks import (
     row_bytes_of,
 )
 from kvferry.plan.requests.moves import Move
-from kvferry.protocol.wire.notifications import ChunkArrived, Digests, StagedSegment
+from kvferry.protocol.wire.messages import ChunkArrived, Digests, StagedSegment
 from kvferry.staging.addressing import array_at
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory

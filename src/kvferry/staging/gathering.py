@@ -9,11 +9,11 @@ from itertools import tee
 from kvferry.plan import ElectedRoute
 from kvferry.plan.packing import PackedPiece, Segment, SubChunk, aligned, sub_chunks
 from kvferry.plan.requests.moved_blocks import moved_blocks, pack_units, row_bytes_of
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender_events import Write
-from kvferry.protocol.wire import notifications
+from kvferry.protocol.transfer.events import Write
+from kvferry.protocol.wire import messages
 from kvferry.staging.digests import segment_digests
 from kvferry.staging.kernels import Kernels, PackedBlocks
+from kvferry.staging.rings import Span
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class Gathered:
         runs: how many blocks they were gathered from.
     """
 
-    notification: notifications.StagedArrived
+    notification: messages.StagedArrived
     cache_bytes: int
     runs: int
 
@@ -88,13 +88,13 @@ class Gathering:
         self._next = next(self._rest, None)
         digests = self._pack(chunk, address)
         segments = tuple(
-            notifications.StagedSegment(
+            messages.StagedSegment(
                 segment.piece, segment.first_base, segment.stop_base, self._units_of(segment), digest
             )
             for segment, digest in zip(chunk.segments, digests, strict=True)
         )
         part, self._gathered = self._gathered, self._gathered + 1
-        notification = notifications.StagedArrived(
+        notification = messages.StagedArrived(
             room=self._room,
             generation=self._command.generation,
             writer=self._writer,
@@ -114,13 +114,13 @@ class Gathering:
             sum(segment.num_blocks for segment in chunk.segments),
         )
 
-    def _pack(self, chunk: SubChunk, address: int) -> list[notifications.Digests | None]:
+    def _pack(self, chunk: SubChunk, address: int) -> list[messages.Digests | None]:
         """Packs the segments, and returns their digests."""
         if self._gathers is not None:
             self._gathers.gather(address)
             return [None] * len(chunk.segments)
         row_bytes = row_bytes_of(chunk.num_bytes)
-        digests: list[notifications.Digests | None] = []
+        digests: list[messages.Digests | None] = []
         # Segment by segment, while the bytes are in the processor's cache.
         for segment, blocks in zip(chunk.segments, self._placed(chunk), strict=True):
             move, piece, where = self._command.moves[segment.move], self._packed[segment.piece], address + blocks.offset

@@ -8,13 +8,13 @@ from kvferry.errors import KVFerryError, SettingsError, TransportError, Transpor
 from kvferry.layout import RankLayout
 from kvferry.loggers import logger_of
 from kvferry.plan import PairPlan, Piece, TransferPath, Unit
-from kvferry.protocol.transfer.credits import ReadingRing, Span
 from kvferry.protocol.wire.messages import Credit, Staging, StagingRing
 from kvferry.settings import Settings
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.memory import StagingMemory
 from kvferry.staging.resources import StagingResources
+from kvferry.staging.rings import ReadingRing, Span
 from kvferry.staging.sizes import staging_sizes
 from kvferry.transport import Transport
 

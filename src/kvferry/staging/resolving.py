@@ -9,7 +9,7 @@ from kvferry.plan import PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Starts
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import Pages
-from kvferry.protocol.wire.notifications import StagedSegment
+from kvferry.protocol.wire.messages import StagedSegment
 
 
 @dataclass(frozen=True, slots=True, eq=False)

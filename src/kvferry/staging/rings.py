@@ -1,11 +1,127 @@
-"""A receiver's ring of staging memory, which several rooms of this side write to, in turn."""
+"""Rings of staging memory, and the credits that say how much of one is free.
+
+Positions count the bytes of a ring for ever: divided by its size they give a round and a place in it. The writing side
+hands spans out in order, and the reading side reports up to which position everything was read: the watermark. What is
+between the two is in use, and must never be more than the ring. The writing side asks for nothing before it writes, and
+a watermark that is late or comes twice does no harm. Several rooms of the writing side share a ring, in turn.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvferry.protocol.transfer.credits import Span, WritingRing
+from kvferry.plan.packing import aligned
 from kvferry.staging.waiting import Waiter, WaitQueue
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A part of a ring.
+
+    Attributes:
+        start: where it begins, with the gap before its first byte.
+        begin: the position of its first byte.
+        stop: the position after its last.
+    """
+
+    start: int
+    begin: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds."""
+        return self.stop - self.begin
+
+
+class WritingRing:
+    """The side that hands spans out.
+
+    Attributes:
+        num_bytes: the ring's size.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._head = 0
+        self._read = 0
+
+    @property
+    def in_use(self) -> int:
+        """Bytes between the watermark and what was handed out last."""
+        return self._head - self._read
+
+    def reserve(self, num_bytes: int) -> Span | None:
+        """Reserves the next span of so many bytes, which lie together; returns None while they are not free.
+
+        Raises:
+            ValueError: if no ring of this size has such a span; callers check that first, and name the setting.
+        """
+        if not 0 < num_bytes <= self.num_bytes:
+            raise ValueError(f"a span of {num_bytes} bytes in a ring of {self.num_bytes}")
+        span = self._next(num_bytes)
+        if not self._is_free(span):
+            return None
+        if not self.in_use:
+            self._read = span.begin  # the gap before it holds nothing
+        self._head = span.stop
+        return span
+
+    def can_reserve(self, num_bytes: int) -> bool:
+        """Returns whether `reserve` would give so many bytes now."""
+        return 0 < num_bytes <= self.num_bytes and self._is_free(self._next(num_bytes))
+
+    def _next(self, num_bytes: int) -> Span:
+        place = self._head % self.num_bytes
+        skipped = aligned(place) - place  # so that what is aligned within a span is aligned in memory
+        # A span does not wrap around; and an empty ring begins in front, where memory is in the cache still.
+        if place + skipped + num_bytes > self.num_bytes or (place and not self.in_use):
+            skipped = self.num_bytes - place
+        begin = self._head + skipped
+        return Span(self._head, begin, begin + num_bytes)
+
+    def _is_free(self, span: Span) -> bool:
+        oldest = self._read if self.in_use else span.begin
+        return span.stop - oldest <= self.num_bytes
+
+    def place(self, span: Span) -> int:
+        """Returns where a span begins in the ring's memory, in bytes."""
+        return span.begin % self.num_bytes
+
+    def read_until(self, position: int) -> bool:
+        """Applies a watermark. Returns whether it is news; an impossible one is ignored."""
+        if not self._read < position <= self._head:
+            return False
+        self._read = position
+        return True
+
+
+@dataclass(slots=True)
+class ReadingRing:
+    """The side that reads spans, in any order.
+
+    Attributes:
+        num_bytes: the ring's size.
+        position: the watermark: up to here everything was read.
+    """
+
+    num_bytes: int
+    position: int = 0
+    _ahead: dict[int, int] = field(default_factory=dict)  # start -> stop of spans that were read before their turn
+
+    def can_hold(self, span: Span) -> bool:
+        """Returns whether a span that a peer names can be one of this ring: it lies together, and is not read."""
+        return (
+            self.position <= span.start <= span.begin < span.stop <= self.position + 2 * self.num_bytes
+            and span.begin // self.num_bytes == (span.stop - 1) // self.num_bytes
+            and span.start not in self._ahead
+        )
+
+    def release(self, span: Span) -> None:
+        """Marks a span as read, or as released unwritten."""
+        self._ahead[span.start] = span.stop
+        while (stop := self._ahead.pop(self.position, None)) is not None:
+            self.position = stop
 
 
 class SharedRing:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from kvferry.errors import MessageError
 from kvferry.plan.packing import aligned
 from kvferry.plan.requests.moved_blocks import UnitPlaces
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.wire.notifications import StagedArrived
+from kvferry.protocol.wire.messages import StagedArrived
 from kvferry.staging.digests import verify_segment
 from kvferry.staging.kernels import Kernels, PackedBlocks
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.resolving import Blocks, resolved
+from kvferry.staging.rings import Span
 
 
 def scatter_part(

@@ -20,8 +20,8 @@ from kvferry.errors import KVFerryError, LayoutError, PeerDisconnectedError, Tra
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece, Unit, selectors
 from kvferry.plan.requests.moves import Move
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.messages import Attach
-from kvferry.protocol.wire.rank_identity import Identity
 from kvferry.settings import Settings
 from kvferry.transport import InProcessNetwork, InProcessTransport, TransferHandle
 

@@ -41,12 +41,12 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.layout import Device, MemoryKind, VirtualPools, virtual_layout
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.codec import decode_notification
-from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
+from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
+from kvferry.staging.rings import Span
 from kvferry.testing.places import Pages
 from kvferry.testing.pools import Pool
 
@@ -147,9 +147,9 @@ class Notified:
     """
 
     def __init__(self, requests: Requests, monkeypatch: pytest.MonkeyPatch, rank: int = 0) -> None:
-        self.seen: list[notifications.Notification] = []
-        self.before: Callable[[str, notifications.Notification], None] | None = None
-        self.change: Callable[[notifications.Notification], notifications.Notification] | None = None
+        self.seen: list[messages.Notification] = []
+        self.before: Callable[[str, messages.Notification], None] | None = None
+        self.change: Callable[[messages.Notification], messages.Notification] | None = None
         self.times = 1
         transport = requests.decode.transports[rank]
         self._deliver = transport.deliver
@@ -222,7 +222,7 @@ def test_a_sender_that_forgets_its_digests_is_found_out(
 ):
     requests = pair(ATTENTION, path=path, checksums=True)
 
-    def without(message: notifications.Notification) -> notifications.Notification:
+    def without(message: messages.Notification) -> messages.Notification:
         if isinstance(message, ChunkArrived):
             return replace(message, segments=())
         if isinstance(message, StagedArrived):
@@ -239,7 +239,7 @@ def test_digests_that_are_too_few_fail_the_room(
 ):
     requests = pair(ATTENTION, path=path, checksums=True)
 
-    def fewer(message: notifications.Notification) -> notifications.Notification:
+    def fewer(message: messages.Notification) -> messages.Notification:
         if not isinstance(message, ChunkArrived | StagedArrived):
             return message
         segments = []
@@ -378,7 +378,7 @@ def test_what_the_wire_changes_is_found(pair: Callable[..., Requests], monkeypat
     driver, pool = requests.decode.endpoints[0]._driver, requests.decode.pools[0]
     page = int(request.destination_pages[0][0])
 
-    def spoil(sender: str, message: notifications.Notification) -> None:
+    def spoil(sender: str, message: messages.Notification) -> None:
         if isinstance(message, ChunkArrived):
             flip(pool, 0, 0, page, 0, 0, 0)
         elif isinstance(message, StagedArrived):

@@ -27,7 +27,7 @@ from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
-from kvferry.protocol.rooms.room_table import REMEMBERED
+from kvferry.protocol.transfer.room_table import REMEMBERED
 from kvferry.testing import KnownContents
 
 

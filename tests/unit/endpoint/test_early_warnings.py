@@ -15,7 +15,7 @@ from kvferry.endpoint.early_warnings import MISSED_S, QUEUED_S, UNASKED_S, Misse
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.links.link import LinkKey
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.field_types import DecodeRank
 
 PROBLEM = PeerDisconnectedError("the registry knows nobody")
 

@@ -25,7 +25,7 @@ from kvferry.errors import (
     TransferTimeoutError,
     TransportError,
 )
-from kvferry.protocol.wire import codec, field_types, messages, notifications
+from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState
 
@@ -198,8 +198,8 @@ def opened(requests: Requests, room: int = 1) -> Any:
 
 
 def forged_notifications(room: int, generation: int, writer: int) -> list[bytes]:
-    arrived = notifications.ChunkArrived(room=room, generation=generation, writer=writer, sequence=0)
-    finished = notifications.WriterFinished(room=room, generation=generation, writer=writer, chunks=1, aux=b"forged")
+    arrived = messages.ChunkArrived(room=room, generation=generation, writer=writer, sequence=0)
+    finished = messages.WriterFinished(room=room, generation=generation, writer=writer, chunks=1, aux=b"forged")
     return [codec.encode(arrived), codec.encode(finished)]
 
 

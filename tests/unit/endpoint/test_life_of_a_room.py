@@ -33,7 +33,7 @@ from kvferry.errors import (
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.links.link import LinkState
-from kvferry.protocol.transfer.sender_events import ReceiverMessage
+from kvferry.protocol.transfer.events import ReceiverMessage
 from kvferry.protocol.wire import codec, field_types, messages
 
 S = TransferState

@@ -11,7 +11,7 @@ from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, TransferPath, Unit
-from kvferry.protocol.transfer.sender_events import Write, WriteDone, WriteFailed
+from kvferry.protocol.transfer.events import Write, WriteDone, WriteFailed
 from kvferry.transport import TransferReport
 
 

@@ -11,10 +11,9 @@ from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.prefill.staged_writes import StagedWrites
 from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Device, Region
-from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
-from kvferry.staging.rings import PeerMemory, SharedRing
+from kvferry.staging.rings import PeerMemory, SharedRing, Span
 from kvferry.staging.slots import SourceMemory
 
 CHUNK = 256

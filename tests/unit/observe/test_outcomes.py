@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvferry import errors
+from kvferry.errors import caused
 from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.protocol.transfer.both_sides import caused
 
 
 @pytest.mark.parametrize(

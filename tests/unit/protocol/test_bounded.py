@@ -11,8 +11,7 @@ from tests.support.interrupts import at_every_step
 
 from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.protocol.bounded import ForAWhile, remember
-from kvferry.protocol.links.spoken_versions import SpokenVersions
-from kvferry.protocol.wire.versions import Versions
+from kvferry.protocol.wire.versions import SpokenVersions, Versions
 
 
 def seen_during(change: Callable[[], None], look: Callable[[], Any]) -> set[Any]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
-from kvferry.protocol.transfer.credits import ReadingRing, Span, WritingRing
+from kvferry.staging.rings import ReadingRing, Span, WritingRing
 
 LINE = SEGMENT_ALIGNMENT
 

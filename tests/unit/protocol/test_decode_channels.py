@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry.errors import MessageError
-from kvferry.protocol.links.decode_channels import DecodeChannels
+from kvferry.protocol.links.reliable_channel import DecodeChannels
 from kvferry.protocol.wire import codec, messages
 
 VERIFIED = messages.RoomVerified(room=1, generation=2)

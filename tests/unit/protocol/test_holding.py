@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.protocol.transfer.holding import HOLDINGS, Waits, longest_s
-from kvferry.protocol.transfer.states import ReceiverState, SenderState, TransferState
+from kvferry.protocol.transfer.states import HOLDINGS, ReceiverState, SenderState, TransferState, Waits, longest_s
 
 WAITS = Waits(bootstrap_s=1, waiting_s=10, write_s=100, peer_s=1000, heartbeat_s=10_000, quarantine_s=100_000)
 

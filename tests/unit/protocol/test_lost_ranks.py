@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.protocol.links.lost_ranks import LostRanks
-from kvferry.protocol.links.proofs import Proof
+from kvferry.protocol.links.proofs import LostRanks, Proof
 from kvferry.protocol.wire.field_types import ProcessIdentity
 
 HERE = ProcessIdentity(machine="m", pid=1, started=10)

@@ -46,6 +46,7 @@ from kvferry.protocol.wire.messages import (
     AbortRoom,
     Attach,
     Attached,
+    ChunkArrived,
     Closed,
     Credit,
     Detach,
@@ -54,6 +55,7 @@ from kvferry.protocol.wire.messages import (
     Gone,
     Hello,
     IsGone,
+    Notification,
     Numbered,
     NumberedToDecode,
     NumberedToPrefill,
@@ -65,13 +67,15 @@ from kvferry.protocol.wire.messages import (
     RoomFailed,
     RoomVerified,
     SpanReleased,
+    StagedArrived,
+    StagedSegment,
     Staging,
     StagingRing,
     ToDecode,
     ToPrefill,
     Welcome,
+    WriterFinished,
 )
-from kvferry.protocol.wire.notifications import ChunkArrived, Notification, StagedArrived, StagedSegment, WriterFinished
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION, SPOKEN, Versions
 from kvferry.transport import PeerMetadata
 

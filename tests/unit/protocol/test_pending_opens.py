@@ -12,7 +12,7 @@ from kvferry.endpoint.prefill.rooms import MOST_EARLY_PAGE_BYTES
 from kvferry.errors import QueueFullError
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
-from kvferry.protocol.rooms.pending_messages import PendingOpen, PendingOpens
+from kvferry.protocol.transfer.pending_messages import PendingOpen, PendingOpens
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom
 
 

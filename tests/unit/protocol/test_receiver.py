@@ -10,11 +10,11 @@ import pytest
 from tests.support.steps import steps_of
 
 from kvferry.errors import TransferAbortedError, TransferFailedError, TransferTimeoutError
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AnswersOverdue,
     AwaitArrival,
+    Broke,
     Connected,
     ConnectFailed,
     Drop,
@@ -26,10 +26,11 @@ from kvferry.protocol.transfer.receiver_events import (
     SenderDrained,
     SenderSettled,
     SendOpen,
+    Tick,
 )
-from kvferry.protocol.transfer.states import TransferState
-from kvferry.protocol.wire.messages import RoomFailed
-from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.states import Deadlines, TransferState
+from kvferry.protocol.wire.messages import ChunkArrived, RoomFailed, WriterFinished
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)

@@ -8,7 +8,7 @@ import pytest
 
 from kvferry.errors import EndpointClosedError, KVFerryError, QueueFullError, TransferAbortedError, TransferFailedError
 from kvferry.layout import RankCoordinates
-from kvferry.protocol.rooms.room_table import REMEMBERED, RoomTable
+from kvferry.protocol.transfer.room_table import REMEMBERED, RoomTable
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
 from kvferry.settings import Settings
 
@@ -102,7 +102,7 @@ def test_a_open_request_that_comes_twice_while_its_room_is_open_goes_there():
 
 def test_what_is_over_is_remembered_however_late_it_is_and_the_oldest_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     """A message of an earlier use may come late, and none so late that it would count for the next."""
-    monkeypatch.setattr("kvferry.protocol.rooms.room_table.REMEMBERED", 2)
+    monkeypatch.setattr("kvferry.protocol.transfer.room_table.REMEMBERED", 2)
     rooms = table()
     rooms.abort("d0", abort(), now=0.0)
     rooms.expired(now=1e6)

@@ -25,10 +25,10 @@ from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moves import Move, ReceiverRequest, moves_of
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer import sender as sender_module
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AwaitTurn,
+    Broke,
     ChunkSubmitted,
     FinishSent,
     ReceiverLost,
@@ -39,6 +39,7 @@ from kvferry.protocol.transfer.sender_events import (
     SenderCommand,
     SendFailed,
     SendFinish,
+    Tick,
     TurnCame,
     Write,
     WriteAdmitted,
@@ -47,9 +48,10 @@ from kvferry.protocol.transfer.sender_events import (
     WriteFailed,
     WriteProgressed,
 )
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.states import Deadlines, TransferState
+from kvferry.protocol.wire.field_types import DecodeRank
 from kvferry.protocol.wire.messages import AbortRoom
-from kvferry.protocol.wire.rank_identity import DecodeRank
 
 BOOTSTRAP, WAITING, TRANSFERRING, SUCCESS, FAILED = TransferState
 PAGE_TOKENS = 16

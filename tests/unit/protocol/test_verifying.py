@@ -11,34 +11,32 @@ from kvferry.errors import ChecksumError, KVFerryError, TransferAbortedError, Tr
 from kvferry.layout import RankCoordinates
 from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.moves import ReceiverRequest
-from kvferry.protocol.transfer.both_sides import AbortRequested, Deadlines, Tick
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
+    ChunkSubmitted,
     Connected,
     Drop,
+    FinishSent,
     PartArrived,
     PartPlaced,
     Place,
     ReceiverCommand,
-    SendAbort,
-    SenderDrained,
-    SendVerified,
-)
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
-    ChunkSubmitted,
-    FinishSent,
     ReceiverLost,
     ReceiverMessage,
     ReceiverOpened,
+    SendAbort,
     SendDrained,
+    SenderDrained,
     SendFinish,
+    SendVerified,
+    Tick,
 )
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.sender import SenderMachine
+from kvferry.protocol.transfer.states import Deadlines, TransferState
 from kvferry.protocol.wire.codec import decode_notification, encode
-from kvferry.protocol.wire.messages import AbortRoom, RoomVerified
-from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.field_types import DecodeRank
+from kvferry.protocol.wire.messages import AbortRoom, ChunkArrived, RoomVerified, WriterFinished
 
 S = TransferState
 DEADLINES = Deadlines(bootstrap_s=10.0, waiting_s=20.0, write_s=5.0)

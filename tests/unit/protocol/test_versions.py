@@ -8,12 +8,12 @@ import pytest
 from tests.support.registered_ranks import rank
 
 from kvferry.errors import IncompatiblePeerError, SettingsError, VersionError
-from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.messages import Hello
 from kvferry.protocol.wire.versions import (
     PROTOCOL_VERSION,
     SPOKEN,
+    SpokenVersions,
     Versions,
     agreed,
     check_required,

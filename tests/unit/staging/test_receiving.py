@@ -9,11 +9,11 @@ import pytest
 
 from kvferry.layout import Device, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece
-from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.messages import StagingRing
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.staging.resources import MachineResources
+from kvferry.staging.rings import Span
 from kvferry.transport import InProcessNetwork, InProcessTransport
 
 RING_BYTES = 1 << 20

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvferry.plan.packing import SEGMENT_ALIGNMENT
-from kvferry.protocol.transfer.credits import ReadingRing, Span
-from kvferry.staging.rings import SharedRing
+from kvferry.staging.rings import ReadingRing, SharedRing, Span
 
 LINE = SEGMENT_ALIGNMENT
 

@@ -9,10 +9,10 @@ from tests.support.shards import byte_shard
 
 from kvferry.layout import RankLayout
 from kvferry.plan import PairPlan
-from kvferry.protocol.transfer.credits import Span
 from kvferry.protocol.wire.messages import Credit
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.resources import MachineResources
+from kvferry.staging.rings import Span
 
 LAYOUT = RankLayout(shards=(byte_shard(),))
 NOTHING = PairPlan(LAYOUT, LAYOUT, [])

@@ -12,13 +12,13 @@ from kvferry.endpoint.runtime.threads import RunningLoop, do_each
 from kvferry.errors import PeerError
 from kvferry.loggers import logger_of
 from kvferry.observe.records import PlacedRecord
-from kvferry.protocol.transfer.both_sides import Broke
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    Broke,
     PartArrived,
     ReceiverEvent,
 )
-from kvferry.protocol.wire import codec, messages, notifications
+from kvferry.protocol.wire import codec, messages
+from kvferry.staging.rings import Span
 
 log = logger_of(__name__)
 
@@ -81,19 +81,19 @@ class Arrivals:
         except PeerError as error:
             log.warning("dropped a notification from %s: %s", peer, error)
             return
-        if isinstance(message, notifications.StagedArrived):
+        if isinstance(message, messages.StagedArrived):
             self._part_arrived(peer, message, now)
             return
         room = self._room_of(peer, message)
         match message:
             case _ if room is None:
                 return
-            case notifications.WriterFinished():
+            case messages.WriterFinished():
                 self._apply(room, message, now)
-            case notifications.ChunkArrived():
+            case messages.ChunkArrived():
                 self._chunk_arrived(peer, room, message, now)
 
-    def _room_of(self, peer: str, message: notifications.Notification) -> ReceivingRoom | None:
+    def _room_of(self, peer: str, message: messages.Notification) -> ReceivingRoom | None:
         """Returns the room that a notification is for; None if it is over, or the notification is not its sender's."""
         room = self._rooms.get(message.room)
         if room is None or not room.is_meant(message.generation):
@@ -103,7 +103,7 @@ class Arrivals:
         log.warning("dropped a notification for room %d: %s is not rank %d", message.room, peer, message.writer)
         return None
 
-    def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: notifications.ChunkArrived, now: float) -> None:
+    def _chunk_arrived(self, peer: str, room: ReceivingRoom, message: messages.ChunkArrived, now: float) -> None:
         checks = self._context.staging.checks
         plan = checks.plan(peer) if checks is not None else None
         if checks is None:
@@ -114,7 +114,7 @@ class Arrivals:
             task = VerifyTask(room, now, plan, message, checks.memory)
             self._apply(room, PartArrived(message.writer, message.sequence, work=task), now)
 
-    def _part_arrived(self, peer: str, message: notifications.StagedArrived, now: float) -> None:
+    def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
         span = Span(message.start, message.begin, message.stop)
         ring = self._context.staging.ring(peer, message.epoch)

@@ -12,7 +12,7 @@ from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.settling import Settling
 from kvferry.observe.observer import Observer
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

@@ -27,7 +27,7 @@ from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire import codec, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging
 from kvferry.transport import Transport

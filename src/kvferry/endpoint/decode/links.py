@@ -36,7 +36,7 @@ from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
-from kvferry.protocol.transfer.receiver_events import ConnectFailed, ReceiverEvent, SenderDrained
+from kvferry.protocol.transfer.events import ConnectFailed, ReceiverEvent, SenderDrained
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.staging.receiving import ReceivingStaging

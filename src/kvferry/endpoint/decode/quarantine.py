@@ -18,9 +18,8 @@ from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
-from kvferry.protocol.links.lost_ranks import LostRanks
 from kvferry.protocol.links.pods import KnownPods, why_ended
-from kvferry.protocol.links.proofs import Proof, Reach
+from kvferry.protocol.links.proofs import LostRanks, Proof, Reach
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.messages import Attached, Welcome
 

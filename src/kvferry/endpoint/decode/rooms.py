@@ -30,11 +30,11 @@ from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.links.link import Link, LinkKey
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
-from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AnswersOverdue,
     AwaitArrival,
+    Broke,
     ConnectFailed,
     Drop,
     PartArrived,
@@ -46,7 +46,9 @@ from kvferry.protocol.transfer.receiver_events import (
     SenderSettled,
     SendOpen,
     SendVerified,
+    Tick,
 )
+from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.wire import messages
 
 log = logger_of(__name__)

@@ -14,12 +14,12 @@ from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.threads import Loop
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.receiver_events import PartPlaced
-from kvferry.protocol.wire.notifications import ChunkArrived, StagedArrived
+from kvferry.protocol.transfer.events import PartPlaced
+from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
 from kvferry.staging.receiving import WriterRing
+from kvferry.staging.rings import Span
 from kvferry.staging.scattering import scatter_part
 
 

@@ -27,8 +27,8 @@ from kvferry.plan import (
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.plan.requests.moves import Move
+from kvferry.protocol.wire.field_types import DecodeRank, Identity
 from kvferry.protocol.wire.messages import Attach
-from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
 from kvferry.protocol.wire.versions import check_required
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport

@@ -14,9 +14,9 @@ from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.observe.observer import Observer
 from kvferry.protocol.bounded import remember
-from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.wire import codec, field_types, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
+from kvferry.protocol.wire.versions import SpokenVersions
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 

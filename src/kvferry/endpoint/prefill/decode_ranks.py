@@ -17,9 +17,9 @@ from kvferry.endpoint.prefill.peers import DecodePeer, DetachRequested, EarlierU
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.errors import KVFerryError
 from kvferry.protocol.bounded import remember
-from kvferry.protocol.links.decode_channels import DecodeChannels
+from kvferry.protocol.links.reliable_channel import DecodeChannels
+from kvferry.protocol.wire.field_types import DecodeRank
 from kvferry.protocol.wire.messages import Attach
-from kvferry.protocol.wire.rank_identity import DecodeRank
 
 
 @dataclass(frozen=True, slots=True)

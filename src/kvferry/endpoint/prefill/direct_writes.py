@@ -12,9 +12,8 @@ from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Unit
-from kvferry.protocol.transfer.both_sides import Broke
-from kvferry.protocol.transfer.sender_events import WriteAdmitted, WriteDeferred
-from kvferry.protocol.wire import notifications
+from kvferry.protocol.transfer.events import Broke, WriteAdmitted, WriteDeferred
+from kvferry.protocol.wire import messages
 from kvferry.transport import TransferHandle, TransferReport
 
 
@@ -95,14 +94,14 @@ class DirectWrite(RoomWrite):
         if (event := self.end(error)) is not None:
             self.target.room.post(event)
 
-    def _arrived(self) -> notifications.ChunkArrived:
+    def _arrived(self) -> messages.ChunkArrived:
         """Makes the notification that travels behind the bytes."""
         command, attachment = self.command, self.target.attachment
-        segments: tuple[notifications.StagedSegment, ...] = ()
+        segments: tuple[messages.StagedSegment, ...] = ()
         if attachment.digests is not None:
             packed = attachment.plan.packed_pieces(command.unit)
             segments = attachment.digests.of_write(self.target.elected, command.moves, packed)
-        return notifications.ChunkArrived(
+        return messages.ChunkArrived(
             room=self.target.room.room,
             generation=command.generation,
             writer=self.target.context.engine_rank,

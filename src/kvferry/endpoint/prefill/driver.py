@@ -43,10 +43,10 @@ from kvferry.errors import (
 from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
-from kvferry.protocol.links.spoken_versions import SpokenVersions
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, field_types, messages
-from kvferry.protocol.wire.rank_identity import DecodeRank, Identity
+from kvferry.protocol.wire.field_types import DecodeRank, Identity
+from kvferry.protocol.wire.versions import SpokenVersions
 from kvferry.settings import Settings, bracketed
 from kvferry.transport import Transport
 

@@ -8,7 +8,7 @@ from kvferry.endpoint.prefill.staged_writes import StagedWrite, StagedWrites
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.plan import TransferPath
-from kvferry.protocol.transfer.sender_events import Write, WriteFailed
+from kvferry.protocol.transfer.events import Write, WriteFailed
 
 
 class ReceiverWrites:

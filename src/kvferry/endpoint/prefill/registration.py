@@ -10,7 +10,7 @@ from kvferry.control.registry_client import LeaseKeeper
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import RankReplacedError
 from kvferry.loggers import logger_of
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
 

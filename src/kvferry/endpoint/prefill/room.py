@@ -22,11 +22,10 @@ from kvferry.errors import KVFerryError, TransferFailedError
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
-from kvferry.protocol.rooms.room_table import RoomMessage
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Tick
-from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AwaitTurn,
+    Broke,
     ChunkSubmitted,
     FinishSent,
     ReceiverMessage,
@@ -35,12 +34,15 @@ from kvferry.protocol.transfer.sender_events import (
     SenderEvent,
     SendFailed,
     SendFinish,
+    Tick,
     TurnCame,
     Write,
     WriteProgressed,
 )
+from kvferry.protocol.transfer.room_table import RoomMessage
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import SenderState, TransferState
-from kvferry.protocol.wire import messages, notifications
+from kvferry.protocol.wire import messages
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -394,7 +396,7 @@ class SendingRoom(Actor):
         self._report.wrote(record)
 
     def _finish(self, command: SendFinish) -> None:
-        message = notifications.WriterFinished(
+        message = messages.WriterFinished(
             room=self.room,
             generation=command.generation,
             writer=self._context.engine_rank,

@@ -12,7 +12,7 @@ from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord
 from kvferry.plan import Choice, ElectedRoute
-from kvferry.protocol.transfer.sender_events import SenderEvent, Write, WriteDone, WriteFailed
+from kvferry.protocol.transfer.events import SenderEvent, Write, WriteDone, WriteFailed
 from kvferry.transport import TransferReport
 
 

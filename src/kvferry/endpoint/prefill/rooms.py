@@ -1,7 +1,7 @@
 """A prefill rank's rooms, and decode ranks' messages about them: each goes to its room, waits, or is answered.
 
 Our caller and decode ranks may come first. What is kept until then, and which message is late or a duplicate, the table
-knows (`protocol.rooms.room_table`).
+knows (`protocol.transfer.room_table`).
 """
 
 from __future__ import annotations
@@ -33,12 +33,11 @@ from kvferry.errors import (
 from kvferry.loggers import logger_of
 from kvferry.plan import check_share_tokens
 from kvferry.plan.fingerprint import checked_conditions
-from kvferry.protocol.rooms.room_table import RoomMessage, RoomTable
-from kvferry.protocol.transfer.both_sides import AbortRequested, Tick
+from kvferry.protocol.transfer.events import AbortRequested, ReceiverLost, ReceiverMessage, RoomExpected, Tick
+from kvferry.protocol.transfer.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.sender_events import ReceiverLost, ReceiverMessage, RoomExpected
 from kvferry.protocol.wire import messages
-from kvferry.protocol.wire.rank_identity import DecodeRank
+from kvferry.protocol.wire.field_types import DecodeRank
 
 log = logger_of(__name__)
 

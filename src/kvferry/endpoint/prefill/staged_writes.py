@@ -18,12 +18,10 @@ from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
 from kvferry.plan import Choice
-from kvferry.protocol.transfer.both_sides import Broke
-from kvferry.protocol.transfer.credits import Span
-from kvferry.protocol.transfer.sender_events import Write, WriteProgressed
+from kvferry.protocol.transfer.events import Broke, Write, WriteProgressed
 from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
-from kvferry.staging.rings import SharedRing
+from kvferry.staging.rings import SharedRing, Span
 from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import TransferHandle, TransferReport
 

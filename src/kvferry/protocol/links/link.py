@@ -21,9 +21,9 @@ from kvferry.layout.interval import volume
 from kvferry.plan import Piece, described_alike, elect_writer, pieces_for_receiver
 from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
-from kvferry.protocol.transfer.receiver_events import Connected
+from kvferry.protocol.transfer.events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import RankRegistration, check_engine_name
 from kvferry.protocol.wire.versions import agreed
 

@@ -1,15 +1,20 @@
-"""Which sources can prove that a prefill rank's process has ended, and which of them are in reach.
+"""What proves that a prefill rank's process has ended, and the ranks that were lost and of which no proof has come.
 
 An end is proved, never inferred: silence, a broken connection, a lease that ran out and an object that is missing prove
 nothing. The settings declare which sources count (KVFERRY_END_PROOFS); this module knows what each needs.
+
+A rank that is lost may be alive, frozen or dead, and may still write. Only three things prove that it will not write
+again: its own message, a new connection to it, or the end of its process, once what the network still had of it has had
+time to arrive.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from enum import Enum
 
+from kvferry.protocol.time_awake import TimeAwake
 from kvferry.protocol.wire.field_types import ProcessIdentity
 
 
@@ -87,3 +92,92 @@ def parse_proofs(text: str) -> frozenset[Proof]:
 def names_of(proofs: Collection[Proof]) -> str:
     """Returns sources as a list, with commas between them."""
     return ",".join(proof.value for proof in Proof if proof in proofs)
+
+
+@dataclass(slots=True)
+class LostRank:
+    """A rank that was lost.
+
+    Attributes:
+        process: which process it is, or was.
+        proof: what has proved that the process has ended; None as long as it may run.
+    """
+
+    process: ProcessIdentity
+    since: float
+    proof: Proof | None = None
+    gone_for_s: float | None = None  # None until it was counted for the first time
+
+
+class LostRanks:
+    """The ranks that were lost, by their endpoints' names."""
+
+    def __init__(self, *, settle_s: float) -> None:
+        """Starts with no lost ranks.
+
+        Args:
+            settle_s: how long after a process has ended what it wrote may still arrive.
+        """
+        self._settle_s = settle_s
+        self._lost: dict[str, LostRank] = {}
+        self._awake = TimeAwake(settle_s)
+
+    def __len__(self) -> int:
+        return len(self._lost)
+
+    def __contains__(self, endpoint: str) -> bool:
+        return endpoint in self._lost
+
+    def add(self, endpoint: str, process: ProcessIdentity, now: float) -> None:
+        """Records that a rank is lost."""
+        self._lost.setdefault(endpoint, LostRank(process, now))
+
+    def discard(self, endpoint: str) -> None:
+        """Forgets a rank that was found again, or can write to no memory of ours."""
+        self._lost.pop(endpoint, None)
+
+    def keep_only(self, at_stake: Collection[str]) -> None:
+        """Forgets all ranks but those that may still write to memory of ours."""
+        for endpoint in [endpoint for endpoint in self._lost if endpoint not in at_stake]:
+            del self._lost[endpoint]
+
+    @property
+    def all(self) -> list[tuple[str, LostRank]]:
+        """All of them, by their endpoints' names. May be read from another thread."""
+        return list(self._lost.items())
+
+    @property
+    def doubtful(self) -> list[tuple[str, ProcessIdentity]]:
+        """The ranks whose processes may still run."""
+        return [(endpoint, lost.process) for endpoint, lost in self._lost.items() if lost.proof is None]
+
+    def look(self, is_gone: Callable[[ProcessIdentity], bool], proof: Proof) -> None:
+        """Records which of the ranks' processes have ended, by somebody who can tell."""
+        for endpoint, process in self.doubtful:
+            if is_gone(process):
+                self.ended(endpoint, proof)
+
+    def ended(self, endpoint: str, proof: Proof) -> None:
+        """Records that a rank's process has ended, if the rank is lost and its process may run."""
+        lost = self._lost.get(endpoint)
+        if lost is not None and lost.proof is None:
+            lost.proof = proof
+
+    def take_settled(self, now: float) -> list[str]:
+        """Returns and forgets the ranks that are proved not to write again. Must be called often.
+
+        Of a long time between two calls only a part counts: this process was frozen or suspended, and what the network
+        had for it did not arrive.
+        """
+        passed_s = self._awake.passed_s(now)
+        for lost in self._lost.values():
+            if lost.proof is not None:  # the time before this was found out does not count
+                lost.gone_for_s = 0.0 if lost.gone_for_s is None else lost.gone_for_s + passed_s
+        settled = [
+            endpoint
+            for endpoint, lost in self._lost.items()
+            if lost.gone_for_s is not None and lost.gone_for_s >= self._settle_s
+        ]
+        for endpoint in settled:
+            del self._lost[endpoint]
+        return settled

@@ -9,7 +9,7 @@ from kvferry.plan import check_exchangeable, check_token_share
 from kvferry.plan.fingerprint import check_same_fingerprint
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.wire import field_types, messages
-from kvferry.protocol.wire.rank_identity import Identity
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import check_required
 

@@ -14,11 +14,13 @@ from kvferry.errors import (
     TransferAbortedError,
     TransferFailedError,
     TransferTimeoutError,
+    caused,
 )
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
-from kvferry.protocol.transfer.receiver_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AnswersOverdue,
     AwaitArrival,
+    Broke,
     Connected,
     ConnectFailed,
     Drop,
@@ -32,10 +34,16 @@ from kvferry.protocol.transfer.receiver_events import (
     SenderSettled,
     SendOpen,
     SendVerified,
+    Tick,
 )
-from kvferry.protocol.transfer.states import RECEIVER_TRANSITIONS, ReceiverState, ReceiverTrigger, TransferState
-from kvferry.protocol.wire.messages import RoomFailed
-from kvferry.protocol.wire.notifications import ChunkArrived, WriterFinished
+from kvferry.protocol.transfer.states import (
+    RECEIVER_TRANSITIONS,
+    Deadlines,
+    ReceiverState,
+    ReceiverTrigger,
+    TransferState,
+)
+from kvferry.protocol.wire.messages import ChunkArrived, RoomFailed, WriterFinished
 
 
 @dataclass(slots=True)

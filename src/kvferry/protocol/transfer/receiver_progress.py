@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from kvferry.errors import KVFerryError
 from kvferry.plan import Unit
 from kvferry.plan.requests.moves import Move
-from kvferry.protocol.transfer.sender_events import (
+from kvferry.protocol.transfer.events import (
     ReceiverOpened,
     SendDrained,
     SenderCommand,

@@ -18,14 +18,15 @@ from kvferry.errors import (
     TransferFailedError,
     TransferRefusedError,
     TransferTimeoutError,
+    caused,
 )
 from kvferry.plan.fingerprint import why_different
 from kvferry.plan.requests.chunks import Chunk, why_impossible
 from kvferry.plan.requests.moves import check_chunk, moves_of
-from kvferry.protocol.transfer.both_sides import AbortRequested, Broke, Deadlines, Tick, caused
-from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
-from kvferry.protocol.transfer.sender_events import (
+from kvferry.protocol.transfer.events import (
+    AbortRequested,
     AwaitTurn,
+    Broke,
     ChunkSubmitted,
     FinishSent,
     ReceiverLost,
@@ -36,6 +37,7 @@ from kvferry.protocol.transfer.sender_events import (
     SenderCommand,
     SenderEvent,
     SendFailed,
+    Tick,
     TurnCame,
     WriteAdmitted,
     WriteDeferred,
@@ -43,9 +45,10 @@ from kvferry.protocol.transfer.sender_events import (
     WriteFailed,
     WriteProgressed,
 )
-from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
+from kvferry.protocol.transfer.states import SENDER_TRANSITIONS, Deadlines, SenderState, SenderTrigger, TransferState
+from kvferry.protocol.wire.field_types import DecodeRank
 from kvferry.protocol.wire.messages import AbortRoom, RefuseRoom, RoomVerified
-from kvferry.protocol.wire.rank_identity import DecodeRank
 
 
 class SenderMachine:

@@ -18,8 +18,7 @@ import msgspec
 from kvferry._version import __version__
 from kvferry.errors import ConfigurationError, MessageError, UnknownMessageError, quoted
 from kvferry.protocol.wire.field_types import Message
-from kvferry.protocol.wire.messages import NumberedToDecode, NumberedToPrefill, ToDecode, ToPrefill
-from kvferry.protocol.wire.notifications import Notification
+from kvferry.protocol.wire.messages import Notification, NumberedToDecode, NumberedToPrefill, ToDecode, ToPrefill
 from kvferry.protocol.wire.versions import SPOKEN, Versions, check_spoken
 
 MAGIC = b"kvfy"

@@ -1,8 +1,8 @@
-"""The messages between ranks, over the peer channel: typed and bounded.
+"""What travels between ranks, typed and bounded: messages over the peer channel, notifications with the bytes.
 
-Those that must come, once and in order, go through the reliable channel of an attachment, numbered (`Numbered`); see
+Messages that must come, once and in order, go through the reliable channel of an attachment, numbered (`Numbered`); see
 `protocol.links.reliable_channel`. The others are sent as they are: they come before an attachment, outlive it, or are
-repeated by themselves.
+repeated by themselves. Notifications go over the transport, and say what has arrived, and how it lies.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ from typing import Annotated, TypeAlias
 import msgspec
 
 from kvferry.layout import RankCoordinates, RankLayout
-from kvferry.plan import ElectedRoute, Piece, TransferPath
+from kvferry.plan import ElectedRoute, Piece, TransferPath, Unit
 from kvferry.plan.fingerprint import FingerprintFields, RequestConditions
 from kvferry.plan.requests.demands import GroupRequest, Position, wanted_groups
 from kvferry.plan.requests.moves import ReceiverRequest
+from kvferry.plan.requests.page_numbers import MAX_PAGES
 from kvferry.protocol.wire.field_types import (
+    MAX_AUX_BYTES,
+    MAX_DIGEST_BYTES,
     MAX_EXPECTED,
     MAX_GROUPS,
     MAX_METADATA_BYTES,
     MAX_PIECES,
+    MAX_SEGMENTS,
     AboutRoom,
     Count,
     EndpointName,
@@ -33,6 +37,95 @@ from kvferry.protocol.wire.field_types import (
     ShortText,
     shorten,
 )
+
+
+class Digests(msgspec.Struct, frozen=True, array_like=True):
+    """Digests of packed blocks, page by page; see `plan.requests.moved_blocks`.
+
+    Attributes:
+        row_bytes: least bytes that a digest covers, where pages are small.
+        values: the digests, 8 bytes each, one after the other.
+    """
+
+    row_bytes: Count
+    values: Annotated[bytes, msgspec.Meta(max_length=MAX_DIGEST_BYTES)]
+
+
+class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one piece, packed one after the other; see `plan.packing`.
+
+    Attributes:
+        piece: the piece's number among those of `Attach` that this writer may send.
+        first_base: first index of the piece's first axis.
+        stop_base: the one after the last.
+        units: which units they are on the decode side, as ranges of numbers (local position divided by the unit's
+            tokens): first and count of each, int64 little-endian.
+        digests: digests of the packed bytes, where the decode rank requested them.
+    """
+
+    piece: Count
+    first_base: Count
+    stop_base: Count
+    units: Annotated[bytes, msgspec.Meta(max_length=8 * MAX_PAGES)]
+    digests: Digests | None = None
+
+
+class ChunkArrived(AboutRoom, frozen=True, omit_defaults=True):
+    """Notification: all bytes of one chunk from one writer are in place.
+
+    Attributes:
+        sequence: counts from 0 per receiver.
+        unit: what its digests are counted in.
+        segments: what the chunk consists of, with its digests, where the decode rank asked for them.
+    """
+
+    writer: Count
+    sequence: Count
+    unit: Unit = Unit.WHOLE
+    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
+
+
+class StagedArrived(AboutRoom, frozen=True):
+    """Notification: a part of a chunk from one writer is in staging memory.
+
+    Attributes:
+        sequence: the chunk's number, as in `ChunkArrived`.
+        part: the part's number in its chunk, from 0.
+        is_last: whether it is the last of the chunk.
+        epoch: of the ring that it is in.
+        start: where its span of the ring starts; see `staging.rings.Span`.
+        begin: where its bytes begin.
+        stop: where they end.
+        unit: what is packed together.
+        segments: what the part consists of, in the order in which it is packed.
+    """
+
+    writer: Count
+    sequence: Count
+    part: Count
+    is_last: bool
+    epoch: Random
+    start: Count
+    begin: Count
+    stop: Count
+    unit: Unit
+    segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)]
+
+
+class WriterFinished(AboutRoom, frozen=True):
+    """Notification: this writer has finished the room.
+
+    Attributes:
+        chunks: how many chunks this writer sent to this receiver; they may arrive after this message.
+        aux: the request's aux data, from the one rank that sends it; None from all others.
+    """
+
+    writer: Count
+    chunks: Count
+    aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
+
+
+Notification: TypeAlias = ChunkArrived | StagedArrived | WriterFinished
 
 
 class StagingRing(msgspec.Struct, frozen=True):
@@ -367,7 +460,7 @@ class Credit(Message, frozen=True):
 
 
 class SpanReleased(Message, frozen=True):
-    """Prefill to decode, numbered: this span of the ring was given up, and carries nothing; see `credits.Span`.
+    """Prefill to decode, numbered: this span of the ring was given up, and carries nothing; see `staging.rings.Span`.
 
     Attributes:
         after_failure: as in `Drained`, of the write that was to fill it.

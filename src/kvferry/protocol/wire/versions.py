@@ -11,11 +11,13 @@ they connect.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from kvferry._version import __version__
 from kvferry.errors import IncompatiblePeerError, VersionError
+from kvferry.protocol.bounded import remember
 
 PROTOCOL_VERSION = 1
 """The newest version that this release speaks."""
@@ -107,3 +109,27 @@ def check_required(required: Collection[str], known: Collection[str], *, peer: s
 
 def _listed(names: Collection[str]) -> str:
     return ", ".join(repr(name) for name in names)
+
+
+_MOST_REMEMBERED = 1 << 16
+
+
+class SpokenVersions:
+    """Versions by decode rank. One thread records them, any thread may read them."""
+
+    def __init__(self, mine: Versions) -> None:
+        """Begins with nobody.
+
+        Args:
+            mine: the versions that this side speaks.
+        """
+        self.mine = mine
+        self._last: OrderedDict[str, int] = OrderedDict()  # by decode rank, the latest stand last
+
+    def record(self, decode_rank: str, version: int) -> None:
+        """Records that a message of this version came from a decode rank."""
+        remember(self._last, decode_rank, version, _MOST_REMEMBERED)
+
+    def of(self, decode_rank: str) -> int:
+        """Returns in which version to speak to a decode rank; the oldest for one of which nothing is known."""
+        return self._last.get(decode_rank, self.mine.oldest)

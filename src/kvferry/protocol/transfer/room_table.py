@@ -13,9 +13,9 @@ from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from kvferry.errors import EndpointClosedError, KVFerryError, TransferAbortedError, TransferFailedError
 from kvferry.protocol.bounded import ForAWhile, remember
-from kvferry.protocol.rooms.pending_messages import PendingMessages, PendingOpens
+from kvferry.protocol.transfer.pending_messages import PendingMessages, PendingOpens
+from kvferry.protocol.wire.field_types import DecodeRank
 from kvferry.protocol.wire.messages import AbortRoom, OpenRoom, RefuseRoom
-from kvferry.protocol.wire.rank_identity import DecodeRank
 
 REMEMBERED = 1 << 12
 """Of how many finished rooms the uses of their numbers are remembered at most, one for each decode rank of a room; and

@@ -1,1 +1,0 @@
-"""Rooms by number on a prefill rank: which message is for which use of a number."""
