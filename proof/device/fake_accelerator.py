@@ -25,9 +25,8 @@ from kvferry.staging.accelerator import (
     StreamEvent,
     ThreadStreams,
 )
-from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.gpu import GpuKernels
-from kvferry.staging.kernels import StartArray
+from kvferry.staging.kernels import StartArray, array_at, spread
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
 from kvferry.testing.made_up_resources import MadeUpResources
 from proof.device.device import DeviceEvent, FakeDevice, FakeStream, IllegalAddressError

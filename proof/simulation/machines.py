@@ -28,8 +28,7 @@ from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
-from kvferry.staging.addressing import array_at, spread
-from kvferry.staging.kernels import StartArray
+from kvferry.staging.kernels import StartArray, array_at, spread
 from kvferry.staging.sharing import MappedCopies
 from kvferry.testing.made_up_resources import MadeUpResources
 from kvferry.transport import TransferHandle, Transport

@@ -43,7 +43,7 @@ from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.states import Deadlines
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.messages import Credit, StagedArrived
-from kvferry.staging import Kernels, StagingMemory, gathering, resolving, scattering
+from kvferry.staging import Kernels, StagingMemory, digests, gathering, receiving
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.receiving import WriterRing
 from kvferry.staging.rings import ReadingRing, SharedRing, Span, WritingRing
@@ -406,13 +406,13 @@ def _places_remembered_whatever_the_group(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _pieces_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the receiver's side."""
-    right = resolving.resolved
+    right = digests.resolved
 
     def resolved(segment: messages.StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Any:
         mirrored = msgspec.structs.replace(segment, piece=len(plan.pieces) - 1 - segment.piece)
         return right(mirrored, unit, plan, places)
 
-    monkeypatch.setattr(scattering, "resolved", resolved)
+    monkeypatch.setattr(receiving, "resolved", resolved)
 
 
 def _what_is_left_out_is_read_as_well(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,9 +73,8 @@ from kvferry.protocol.wire.codec import decode_notification, encode
 from kvferry.protocol.wire.field_types import Message, PodIdentity
 from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered, Ping, Pong, SpanReleased
 from kvferry.protocol.wire.versions import SpokenVersions
-from kvferry.staging.rings import ReadingRing, SharedRing, Span, WritingRing
+from kvferry.staging.rings import ReadingRing, SharedRing, Span, Waiter, WritingRing
 from kvferry.staging.slots import SourceMemory
-from kvferry.staging.waiting import Waiter
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 

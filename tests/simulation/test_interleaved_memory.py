@@ -29,7 +29,7 @@ from kvferry.observe.observer import Observer
 from kvferry.protocol import bounded
 from kvferry.protocol.wire import versions
 from kvferry.protocol.wire.versions import SpokenVersions, Versions
-from kvferry.staging import StagingMemory, rings, slots, waiting
+from kvferry.staging import StagingMemory, rings, slots
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
 from kvferry.staging.slots import Slot, SourceMemory
 
@@ -71,7 +71,7 @@ def test_whoever_waits_for_a_ring_gets_a_span_of_its_own(tier: Tier):
 
         return check
 
-    explore(scenario, lines=[rings, waiting], preemptions=deep(tier))
+    explore(scenario, lines=[rings], preemptions=deep(tier))
 
 
 def source_memory(slot_count: int) -> SourceMemory:
@@ -101,7 +101,7 @@ def test_whoever_waits_for_a_slot_gets_one_that_nobody_else_has(tier: Tier):
 
         return check
 
-    explore(scenario, lines=[slots, waiting], preemptions=deep(tier))
+    explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
 def test_a_waiter_that_withdraws_when_it_is_woken_passes_that_on(tier: Tier):
@@ -121,7 +121,7 @@ def test_a_waiter_that_withdraws_when_it_is_woken_passes_that_on(tier: Tier):
 
         return check
 
-    explore(scenario, lines=[slots, waiting], preemptions=deep(tier))
+    explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
 def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
@@ -146,7 +146,7 @@ def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
 
         return check
 
-    explore(scenario, lines=[slots, waiting], preemptions=deep(tier))
+    explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
 class Parts:
@@ -209,7 +209,7 @@ def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tie
         schedule.thread(read)
         return lambda: None
 
-    explore(scenario, lines=[staged_writes, rings, waiting], preemptions=deep(tier))
+    explore(scenario, lines=[staged_writes, rings], preemptions=deep(tier))
 
 
 # ---- descriptor lists

@@ -15,8 +15,7 @@ from benchmarks.gpu_contact.probes.common import MIB, DeviceName, memory, parser
 
 from kvferry.plan.packing import BlockShape
 from kvferry.staging import kernels_for
-from kvferry.staging.addressing import common_alignment, spread
-from kvferry.staging.kernels import AddressRange, StartArray
+from kvferry.staging.kernels import AddressRange, StartArray, common_alignment, spread
 
 SHAPE, STEP = BlockShape(((16, 2048),), 1024), 32768
 

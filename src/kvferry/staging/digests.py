@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,7 @@ import xxhash
 from kvferry.errors import ChecksumError, MessageError, SettingsError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit
-from kvferry.plan.packing import PackedPiece, Segment, digested_together
+from kvferry.plan.packing import PackedPiece, Segment, Starts, digested_together
 from kvferry.plan.requests.moved_blocks import (
     DIGEST_BYTES,
     UnitPlaces,
@@ -30,12 +31,52 @@ from kvferry.plan.requests.moved_blocks import (
     row_bytes_of,
 )
 from kvferry.plan.requests.moves import Move
+from kvferry.plan.requests.page_numbers import Pages
 from kvferry.protocol.wire.messages import ChunkArrived, Digests, StagedSegment
-from kvferry.staging.addressing import array_at
-from kvferry.staging.kernels import Kernels
+from kvferry.staging.kernels import Kernels, array_at
 from kvferry.staging.memory import StagingMemory
-from kvferry.staging.resolving import Blocks, resolved
 from kvferry.staging.resources import StagingResources
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Blocks:
+    """The blocks of a segment in the receiver's pages.
+
+    Attributes:
+        starts: where each begins, in the order in which they are packed.
+        piece: the piece that they are of.
+        pages: the page of every unit; each index of the first axis has as many units.
+    """
+
+    starts: Starts
+    piece: PackedPiece
+    pages: Pages
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all blocks."""
+        return len(self.starts) * self.piece.block_bytes
+
+
+def resolved(segment: StagedSegment, unit: Unit, plan: PairPlan, places: UnitPlaces) -> Blocks:
+    """Finds the blocks of a segment.
+
+    Args:
+        plan: what the writer may send.
+        places: the places of the room's units.
+
+    Raises:
+        MessageError: if it is not what the writer may send, or not what the room requested.
+    """
+    pieces = plan.packed_pieces(unit)
+    if segment.piece >= len(pieces):
+        raise MessageError(f"piece {segment.piece} of {len(pieces)}")
+    piece = pieces[segment.piece]
+    if not segment.first_base < segment.stop_base <= piece.num_bases:
+        raise MessageError(f"indices {segment.first_base} to {segment.stop_base} of {piece.num_bases}")
+    units, pages = places.find(segment.units, plan.route(segment.piece), unit=unit)
+    return Blocks(piece.destination.starts(segment.first_base, segment.stop_base, units, pages), piece, pages)
+
 
 DIGESTED_BYTES = 2 << 20
 """How much is gathered and digested at a time, where bytes go directly: it stays in the processor's cache."""

@@ -16,8 +16,17 @@ import numpy as np
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape, PackedSide
 from kvferry.staging.accelerator import MOST_LOOPS, Accelerator, CopyLaunch, ThreadStreams
-from kvferry.staging.addressing import alignment_of, common_alignment, spread, static_alignment
-from kvferry.staging.kernels import AddressRange, Gathers, Kernels, PackedBlocks, StartArray
+from kvferry.staging.kernels import (
+    AddressRange,
+    Gathers,
+    Kernels,
+    PackedBlocks,
+    StartArray,
+    alignment_of,
+    common_alignment,
+    spread,
+    static_alignment,
+)
 
 VECTOR_BYTES = 16
 

@@ -27,8 +27,16 @@ from numpy.typing import NDArray
 
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.addressing import alignment_of, array_at, common_alignment, spread
-from kvferry.staging.kernels import AddressRange, Kernels, StartArray, block_extent
+from kvferry.staging.kernels import (
+    AddressRange,
+    Kernels,
+    StartArray,
+    alignment_of,
+    array_at,
+    block_extent,
+    common_alignment,
+    spread,
+)
 
 _WORDS_PER_CALL = 32768
 """torch's grain size (ATen/Parallel.h): a call that copies more words shares them among the threads of torch's pool.

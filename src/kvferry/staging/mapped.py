@@ -31,8 +31,8 @@ from kvferry.loggers import logger_of
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, ShortText
 from kvferry.staging.accelerator import DeviceRows, RunsLaunch, Stream, StreamEvent
-from kvferry.staging.addressing import alignment_of
 from kvferry.staging.gpu import VECTOR_BYTES
+from kvferry.staging.kernels import alignment_of
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
 from kvferry.transport import (

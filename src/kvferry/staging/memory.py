@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
+from kvferry.staging.choice import require_cuda
 from kvferry.staging.cuda_driver import NOT_SHARED, CudaDriver, CudaDriverError
-from kvferry.staging.requirements import require_cuda
 
 _HUGE_PAGE_BYTES = 2 << 20
 

@@ -1,17 +1,19 @@
-"""The staged path on the decode side: rings that prefill ranks write to."""
+"""The staged path on the decode side: rings that prefill ranks write to, and what is scattered from them into pages."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from kvferry.errors import KVFerryError, SettingsError, TransportError, TransportUnavailableError
+from kvferry.errors import KVFerryError, MessageError, SettingsError, TransportError, TransportUnavailableError
 from kvferry.layout import RankLayout
 from kvferry.loggers import logger_of
 from kvferry.plan import PairPlan, Piece, TransferPath, Unit
-from kvferry.protocol.wire.messages import Credit, Staging, StagingRing
+from kvferry.plan.packing import aligned
+from kvferry.plan.requests.moved_blocks import UnitPlaces
+from kvferry.protocol.wire.messages import Credit, StagedArrived, Staging, StagingRing
 from kvferry.settings import Settings
-from kvferry.staging.digests import DigestMemory
-from kvferry.staging.kernels import Kernels
+from kvferry.staging.digests import Blocks, DigestMemory, resolved, verify_segment
+from kvferry.staging.kernels import Kernels, PackedBlocks
 from kvferry.staging.memory import StagingMemory
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.rings import ReadingRing, Span
@@ -304,3 +306,51 @@ class ReceivingStaging:
         """Returns the ring that a prefill rank writes to; None if it has another one by now, or none."""
         ring = self._rings.get(endpoint)
         return ring if ring is not None and ring.epoch == epoch else None
+
+
+def scatter_part(
+    message: StagedArrived,
+    ring: WriterRing,
+    span: Span,
+    places: UnitPlaces,
+    kernels: Kernels,
+    *,
+    is_verified: bool = False,
+) -> None:
+    """Scatters a part of a chunk into its pages. Nothing is copied if any of it is invalid.
+
+    Args:
+        message: describes the part.
+        ring: the ring that it is in.
+        span: where in the ring.
+        places: the places of its room's units.
+        is_verified: whether to compare digests afterwards. The pages are gathered into the span again, which is no
+            longer needed.
+
+    Raises:
+        MessageError: if it is not what the writer may send, or not what the room requested.
+        RegistrationError: if a page lies outside the pool.
+        ChecksumError: if a digest differs.
+    """
+    parts = [resolved(segment, message.unit, ring.plan, places) for segment in message.segments]
+    ends = 0
+    for blocks in parts:
+        ends = aligned(ends) + blocks.num_bytes
+    if ends != span.num_bytes:
+        raise MessageError(f"{span.num_bytes} bytes of staging memory for segments of {ends}")
+    address, packed = ring.address(span), _packed(parts)
+    kernels.scatter_all(address, packed)
+    if not is_verified:
+        return
+    for segment, blocks, placed in zip(message.segments, parts, packed, strict=True):
+        where = address + placed.offset
+        verify_segment(segment, blocks, ring.plan, places, kernels, where, unit=message.unit, writer=message.writer)
+
+
+def _packed(parts: Sequence[Blocks]) -> list[PackedBlocks]:
+    """Returns every segment's blocks, and where they are packed."""
+    found: list[PackedBlocks] = []
+    for blocks in parts:
+        offset = aligned(found[-1].stop) if found else 0
+        found.append(PackedBlocks(blocks.starts, blocks.piece.destination.shape, offset))
+    return found

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvferry.plan.packing import aligned
 from kvferry.staging.memory import StagingMemory
-from kvferry.staging.waiting import Waiter, WaitQueue
+from kvferry.staging.rings import Waiter, WaitQueue
 
 _FEWEST_FOR_ONE = 2  # one crosses while the next is gathered
 

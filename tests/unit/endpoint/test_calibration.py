@@ -16,7 +16,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import BlockShape, PackedPiece, PackedSide
 from kvferry.staging import Kernels, StagingMemory
-from kvferry.staging.copy_speed import sample_starts
+from kvferry.staging.resources import sample_starts
 from kvferry.transport import PreparedList, TransferHandle, TransferReport
 
 WRITE_S, DESCRIPTOR_S, LARGE_BYTES_PER_S, BULK_BYTES_PER_S, GATHER_BYTES_PER_S = 30e-6, 2e-6, 8e9, 20e9, 5e9

@@ -578,7 +578,7 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.segments = 0
-        monkeypatch.setattr("kvferry.staging.scattering.verify_segment", self._verify)
+        monkeypatch.setattr("kvferry.staging.receiving.verify_segment", self._verify)
 
         def verify(message: ChunkArrived, *arguments: Any, **named: Any) -> None:
             self.segments += len(message.segments)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.addressing import array_at, common_alignment, spread
+from kvferry.staging.kernels import array_at, common_alignment, spread
 
 STARTS = [4096, 8192]
 SHAPE = BlockShape(((2, 2048), (16, 256)), 64)

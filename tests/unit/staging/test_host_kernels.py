@@ -23,8 +23,8 @@ from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, allocate, kernels_for
-from kvferry.staging.addressing import array_at, spread
 from kvferry.staging.host import HostKernels
+from kvferry.staging.kernels import array_at, spread
 
 MIB = 1 << 20
 HEADS = BlockShape(((16, 2048),), 1024)

@@ -18,9 +18,8 @@ from kvferry.protocol.transfer.events import PartPlaced
 from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
 from kvferry.staging.digests import DigestMemory, verify_chunk
-from kvferry.staging.receiving import WriterRing
+from kvferry.staging.receiving import WriterRing, scatter_part
 from kvferry.staging.rings import Span
-from kvferry.staging.scattering import scatter_part
 
 
 class ArrivalTask(ABC):
