@@ -43,8 +43,8 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import Device, RankCoordinates, Region, VirtualPools
 from kvferry.layout.sharding import ShardedComponent
 from kvferry.plan.descriptors import DescriptorIndices
+from kvferry.pools.pool import Pool
 from kvferry.settings import Settings
-from kvferry.testing.pools import Pool
 from kvferry.transport import InProcessNetwork, InProcessTransport, PreparedList, TransferHandle, TransferReport
 
 WRITES = (1, 10, 100, 1_000, 10_000)

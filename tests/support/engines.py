@@ -24,8 +24,8 @@ from kvferry import (
     Settings,
     TokenShare,
 )
+from kvferry.pools.places import Pages, TakenPages, first_needed, positions_of
 from kvferry.testing import FaultyTransport, KnownContents, LocalNetwork, Pool
-from kvferry.testing.places import Pages, TakenPages, first_needed, positions_of
 
 WAIT_S = PATIENCE_S
 """How long a test waits for what should take milliseconds."""

@@ -18,8 +18,8 @@ from tests.support.waiting import eventually
 from kvferry import DecodeEndpoint, InProcessNetwork, PrefillEndpoint, RankCoordinates, Receiver, Sender, Settings
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.layout import Device, MemoryKind
+from kvferry.pools.places import TakenPages
 from kvferry.testing import KnownContents, Pool
-from kvferry.testing.places import TakenPages
 
 GPU = Device(MemoryKind.VRAM, 0)
 SETTINGS: dict[str, Any] = {

@@ -28,6 +28,7 @@ LAYERS = (
     "observe",
     "endpoint",
     "models",
+    "pools",
     "testing",
     "engines",
     "applications",
@@ -110,6 +111,11 @@ def test_the_two_sides_of_an_endpoint_do_not_know_each_other():
 def test_nothing_that_ships_needs_what_proves_it():
     for file in PACKAGE.rglob("*.py"):
         assert "proof" not in {module.split(".")[0] for module in imports(file)}, file.relative_to(ROOT)
+
+
+def test_commands_need_nothing_that_tests_are_written_with():
+    for file in (*layer_files("applications"), *layer_files("cli")):
+        assert not {module for module in imports(file) if f"{module}.".startswith("kvferry.testing.")}, file
 
 
 def test_no_imports_go_in_a_circle():

@@ -1,6 +1,6 @@
 """What stands on the library: each command's options and work in a package of its own. `cli` puts them together.
 
 `demo` runs a real transformers model on both sides, `bench` measures, `plan` explains, `doctor`, `top` and `trace` look
-at what runs, `sim` runs simulated systems, `up` starts a deployment of a real engine. `partner` is how commands on two
-machines talk. Nothing of the library imports them.
+at what runs, `up` starts a deployment of a real engine. `partner` is how commands on two machines talk. Nothing of the
+library imports them.
 """

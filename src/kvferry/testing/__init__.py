@@ -5,9 +5,9 @@ allocates. `Pool.check` finds every byte that is wrong. `FaultyTransport` makes 
 fixtures.
 """
 
-from kvferry.testing.contents import Contents, CopiedContents, KnownContents
+from kvferry.pools.contents import Contents, CopiedContents, KnownContents
+from kvferry.pools.pool import Block, Pool, WrongBytes, copied_contents
 from kvferry.testing.network import LocalNetwork, Pair
-from kvferry.testing.pools import Block, Pool, WrongBytes, copied_contents
 from kvferry.testing.transports import FaultyTransport
 from kvferry.transport import InProcessNetwork, InProcessTransport
 

@@ -13,9 +13,9 @@ from kvferry.control.registry_server import RegistryServer
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import RegistryAccessError, RegistryError
+from kvferry.pools.contents import Contents, KnownContents
+from kvferry.pools.pool import Pool
 from kvferry.settings import Settings
-from kvferry.testing.contents import Contents, KnownContents
-from kvferry.testing.pools import Pool
 from kvferry.testing.transports import FaultyTransport
 from kvferry.transport import InProcessNetwork, Transport
 

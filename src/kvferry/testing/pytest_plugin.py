@@ -12,8 +12,8 @@ from typing import Protocol
 import pytest
 
 from kvferry.control.registry_server import RegistryServer
+from kvferry.pools.pool import Pool
 from kvferry.testing.network import LocalNetwork, Pair
-from kvferry.testing.pools import Pool
 
 
 class MakePair(Protocol):

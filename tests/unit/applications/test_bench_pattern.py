@@ -23,7 +23,7 @@ from kvferry.layout import (
     default_group,
     state_component,
 )
-from kvferry.testing.pools import POISON
+from kvferry.pools.pool import POISON
 
 
 def made(shape: BenchOptions, rank: RankCoordinates) -> Pool:

@@ -41,14 +41,14 @@ from kvferry.errors import (
     TransportUnavailableError,
 )
 from kvferry.layout import Device, MemoryKind, VirtualPools, virtual_layout
+from kvferry.pools.places import Pages
+from kvferry.pools.pool import Pool
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
 from kvferry.staging.rings import Span
-from kvferry.testing.places import Pages
-from kvferry.testing.pools import Pool
 
 pytest.importorskip("torch")
 

@@ -13,7 +13,7 @@ from tests.support.engines import WAIT_S, Engines, Request, Requests
 from kvferry import GroupPages, RankCoordinates, RankLayout, TokenPartition, TokenShare, contiguous, interleaved, zigzag
 from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, TransferFailedError, UsageError
 from kvferry.plan import Unit
-from kvferry.testing.places import first_needed, positions_of
+from kvferry.pools.places import first_needed, positions_of
 
 PLAIN = Model(layers=2, heads=2, head_dim=3, dtype="int16")
 WINDOWED = Model(layers=3, heads=2, head_dim=2, window_tokens=10, dtype="uint8")

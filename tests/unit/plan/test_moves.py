@@ -24,7 +24,7 @@ from kvferry.plan.requests.chunks import Chunk, ChunkPart
 from kvferry.plan.requests.demands import GroupRequest, demands_of, wanted_groups
 from kvferry.plan.requests.moves import Move, ReceiverRequest, check_chunk, moves_of
 from kvferry.plan.requests.page_numbers import GroupPages, PageNumbers
-from kvferry.testing.places import positions_of
+from kvferry.pools.places import positions_of
 
 WHOLE = TokenShare()
 

@@ -39,7 +39,7 @@ from kvferry.plan import (
     units_of,
 )
 from kvferry.plan.routes import needed_locally
-from kvferry.testing.places import positions_of
+from kvferry.pools.places import positions_of
 
 K, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="int8")
 STATE = state_component("state", num_layers=1, axes=(Axis("head", 1),), dtype="int8")

@@ -13,8 +13,8 @@ from tests.unit.testing.models import ATTENTION, EVERYTHING, LAYERS, PACKED, WIN
 
 from kvferry import GroupPages, Interval, RankCoordinates, RankLayout, all_coordinates, shard_from_tensors
 from kvferry.layout import Device, MemoryKind, PageOrder, VirtualPools, virtual_layout
+from kvferry.pools.pool import ALIGNMENT, bytes_of, placed
 from kvferry.testing import Block, CopiedContents, KnownContents, Pool, copied_contents
-from kvferry.testing.pools import ALIGNMENT, bytes_of, placed
 
 CONTENTS = KnownContents(3)
 KINDS = {"attention": ATTENTION, "window": WINDOW, "packed": PACKED, "everything": EVERYTHING}

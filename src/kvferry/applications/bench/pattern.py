@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pool import Extent, Pool
 from kvferry.layout import Shard, ShardedComponent
-from kvferry.testing.pools import POISON
+from kvferry.pools.pool import POISON
 
 Numbers = NDArray[np.unsignedinteger[Any]]
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry import testing
 from kvferry.applications.bench.options import BenchOptions, Side
 from kvferry.applications.bench.storage import Storage
 from kvferry.applications.plan.counting import PagePlacement, RoutedPiece, total
@@ -23,7 +22,8 @@ from kvferry.layout import (
     virtual_layout,
 )
 from kvferry.plan import pieces_for_receiver
-from kvferry.testing.pools import ALIGNMENT, POISON, Block, bytes_of, placed
+from kvferry.pools import pool as pools
+from kvferry.pools.pool import ALIGNMENT, POISON, Block, bytes_of, placed
 
 _GUARD = 8
 """One page more than this part of the pages belongs to no request: nobody may write there."""
@@ -110,7 +110,7 @@ def block_bytes(options: BenchOptions) -> float:
     return travelling.num_bytes / travelling.descriptors[lie]
 
 
-class Pool(testing.Pool):
+class Pool(pools.Pool):
     """The memory of one rank in one case: the first part of what the rank has for all cases.
 
     Which pages a request has is decided here, since it is what a case is about: the same ones in every run, side by

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.testing.pools import ALIGNMENT, aligned_bytes
+from kvferry.pools.pool import ALIGNMENT, aligned_bytes
 
 if TYPE_CHECKING:
     import torch

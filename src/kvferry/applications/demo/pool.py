@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape, slices
 from kvferry.layout import Entry, Interval, RankCoordinates, Shard, VirtualPools, default_group
-from kvferry.testing.places import TakenPages
-from kvferry.testing.pools import Pool
+from kvferry.pools.places import TakenPages
+from kvferry.pools.pool import Pool
 
 if TYPE_CHECKING:
     import torch

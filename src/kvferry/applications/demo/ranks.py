@@ -17,8 +17,8 @@ from kvferry.applications.demo.reference.engine import PrefilledChunk, load_mode
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
 from kvferry.layout import PageGroup, RankCoordinates, RankLayout
 from kvferry.plan.requests.page_numbers import GroupPages
+from kvferry.pools.places import TakenPages
 from kvferry.settings import Settings
-from kvferry.testing.places import TakenPages
 
 if TYPE_CHECKING:
     import torch

@@ -28,8 +28,8 @@ from kvferry.layout import (
     virtual_layout,
 )
 from kvferry.plan.requests.page_numbers import AnyPages
-from kvferry.testing.contents import Contents, CopiedContents, Elements, element_type
-from kvferry.testing.places import Pages, TakenPages, by_group, left_open, needed_pages, page_numbers, places
+from kvferry.pools.contents import Contents, CopiedContents, Elements, element_type
+from kvferry.pools.places import Pages, TakenPages, by_group, left_open, needed_pages, page_numbers, places
 
 POISON = 0xA5
 """Fills every byte of a pool before anything is written to it."""
