@@ -310,7 +310,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a worker asks about an engine's event before it has chosen the engine's GPU",
-        "endpoint/runtime/ready_signals.py",
+        "endpoint/runtime/callers_code.py",
         "            self._bind_thread()\n",
         "",
         "tests/unit/staging/test_order_on_device.py",
@@ -1111,14 +1111,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "pages are read before their signal has come",
-        "endpoint/runtime/ready_signals.py",
+        "endpoint/runtime/callers_code.py",
         "            if has_come:\n",
         "            if has_come is not None:\n",
         "tests/unit/endpoint/test_ready.py",
     ),
     PlantedFault(
         "a signal that nobody waits for is looked at for ever",
-        "endpoint/runtime/ready_signals.py",
+        "endpoint/runtime/callers_code.py",
         "            if signal.is_dropped:\n",
         "            if signal.look is None:\n",
         "tests/unit/endpoint/test_ready.py",
@@ -1471,7 +1471,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a write that measures, hangs and then fails is forgotten",
-        "endpoint/prefill/peers.py",
+        "endpoint/prefill/decode_ranks.py",
         "        self.peer.broken_off()  # what was sent of it may arrive yet, so that it counts as hanging",
         "        pass",
         "tests/unit/endpoint/test_attachment.py",

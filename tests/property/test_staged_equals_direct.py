@@ -25,8 +25,8 @@ from proof.oracle.memory import Labels, hashed
 from tests.property.test_plan_against_oracle import NAMED
 from tests.support.tiers import examples
 
+from kvferry.endpoint.decode.arrivals import ArrivalTask, Scatterers, ScatterTask
 from kvferry.endpoint.decode.room import ReceivingRoom
-from kvferry.endpoint.decode.tasks import ArrivalTask, Scatterers, ScatterTask
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Receiver

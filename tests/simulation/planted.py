@@ -16,27 +16,24 @@ from proof.simulation.control_network import NEXT_RELEASE
 from proof.simulation.machines import SimulatedPlatform
 
 from kvferry.control.process_identity import Sight
-from kvferry.endpoint.decode import quarantine, tasks
-from kvferry.endpoint.decode.arrivals import Arrivals
+from kvferry.endpoint.decode import quarantine
+from kvferry.endpoint.decode.arrivals import Arrivals, Scatterers, ScatterTask
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.links import Links
-from kvferry.endpoint.decode.refused_rooms import Refusals
-from kvferry.endpoint.decode.repetition import Repetition
+from kvferry.endpoint.decode.refused_rooms import Refusals, Repetition
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill import unread_chunks
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
-from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
+from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.peers import DecodePeer
+from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
-from kvferry.endpoint.runtime.callers_code import Callbacks, CallersCode
-from kvferry.endpoint.runtime.ready_signals import Awaited
+from kvferry.endpoint.runtime.callers_code import Awaited, Callbacks, CallersCode
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
@@ -151,13 +148,13 @@ def _drained_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 
 def _credit_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
-    right = tasks.Scatterers.submit
+    right = Scatterers.submit
 
     def submit(scatterers: Any, task: Any) -> None:
         task.give_back()
         right(scatterers, task)
 
-    patch.setattr(tasks.Scatterers, "submit", submit)
+    patch.setattr(Scatterers, "submit", submit)
 
 
 def _arrived_before_the_scatter(patch: pytest.MonkeyPatch) -> None:
@@ -705,14 +702,14 @@ def _read_only_in_order(patch: pytest.MonkeyPatch) -> None:
 
 def _unwanted_parts_kept(patch: pytest.MonkeyPatch) -> None:
     """Of a part that no room wants, its span is not given back."""
-    right, give_back = Arrivals._done, tasks.ScatterTask.give_back
+    right, give_back = Arrivals._done, ScatterTask.give_back
 
     def done(arrivals: Arrivals, task: Any, record: Any, error: Exception | None, now: float) -> None:
-        if isinstance(task, tasks.ScatterTask):
+        if isinstance(task, ScatterTask):
             give_back(task)
         right(arrivals, task, record, error, now)
 
-    patch.setattr(tasks.ScatterTask, "give_back", lambda task: None)
+    patch.setattr(ScatterTask, "give_back", lambda task: None)
     patch.setattr(Arrivals, "_done", done)
 
 

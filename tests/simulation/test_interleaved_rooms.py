@@ -14,7 +14,7 @@ from tests.support.caches import Shape
 from tests.support.schedules import Check, Schedule, explore
 from tests.support.tiers import Tier
 
-from kvferry.endpoint.prefill import decode_ranks, peers, rooms
+from kvferry.endpoint.prefill import decode_ranks, rooms
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.room import OpenReceived
 from kvferry.endpoint.prefill.rooms import SendingRooms
@@ -63,7 +63,7 @@ def test_a_decode_rank_that_connects_again_and_again_is_connected_once(monkeypat
 
     def scenario(schedule: Schedule) -> Check:
         connections, queue = Connections(), RunQueue()
-        monkeypatch.setattr(peers, "attach", connections.attach)
+        monkeypatch.setattr(decode_ranks, "attach", connections.attach)
         nothing = SimpleNamespace(last_failure_to=lambda name: 0)
         context: Any = SimpleNamespace(
             identity=SimpleNamespace(endpoint="p0"),
@@ -98,7 +98,7 @@ def test_a_decode_rank_that_connects_again_and_again_is_connected_once(monkeypat
         return check
 
     # Two take longer than any other test may: for make test-long, which has the time.
-    explore(scenario, lines=[decode_ranks, peers, run_queue], preemptions=tier.amount(quick=1, full=1, long=2))
+    explore(scenario, lines=[decode_ranks, run_queue], preemptions=tier.amount(quick=1, full=1, long=2))
 
 
 class Room:

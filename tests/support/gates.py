@@ -12,8 +12,8 @@ from typing import Any
 
 from tests.support.real_transport import REAL
 
-from kvferry.endpoint.decode.tasks import ScatterTask
-from kvferry.endpoint.prefill import peers
+from kvferry.endpoint.decode.arrivals import ScatterTask
+from kvferry.endpoint.prefill import decode_ranks
 from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.protocol.wire.codec import decode_notification
 
@@ -27,7 +27,7 @@ class _Place:
 
 PLACES = {
     # On a prefill rank: a decode rank wants to attach. By that rank's engine.
-    "attach": _Place(peers, "attach", lambda message, **_: message.engine),
+    "attach": _Place(decode_ranks, "attach", lambda message, **_: message.engine),
     # On a prefill rank: everything is written, and the receiver is to be told. By room.
     "finish": _Place(REAL, "notify", lambda _, peer, data: decode_notification(data).room),
     # On a prefill rank: a decode rank has given a room up. By room.

@@ -9,8 +9,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.callers_code import Callbacks
-from kvferry.endpoint.runtime.ready_signals import Ready, look_of
+from kvferry.endpoint.runtime.callers_code import Callbacks, Ready, look_of
 from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.loggers import logger_of

@@ -13,8 +13,8 @@ import pytest
 
 from kvferry.endpoint.prefill import attachment
 from kvferry.endpoint.prefill.attachment import Attachment, attach
+from kvferry.endpoint.prefill.decode_ranks import HangingWrite
 from kvferry.endpoint.prefill.paths import SendingStaging
-from kvferry.endpoint.prefill.peers import HangingWrite
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import KVFerryError, LayoutError, PeerDisconnectedError, TransportError
 from kvferry.layout import RankCoordinates, RankLayout, attention_components, shard_from_tensors

@@ -584,7 +584,7 @@ class Counted:
             self.segments += len(message.segments)
             verify_chunk(message, *arguments, **named)
 
-        monkeypatch.setattr("kvferry.endpoint.decode.tasks.verify_chunk", verify)
+        monkeypatch.setattr("kvferry.endpoint.decode.arrivals.verify_chunk", verify)
 
     def _verify(self, *arguments: Any, **named: Any) -> None:
         self.segments += 1

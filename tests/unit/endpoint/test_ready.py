@@ -11,7 +11,7 @@ from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState
-from kvferry.endpoint.runtime.ready_signals import Ready
+from kvferry.endpoint.runtime.callers_code import Ready
 from kvferry.errors import QueueFullError, TransferFailedError, TransferTimeoutError, UsageError
 from kvferry.testing import KnownContents
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.endpoint.runtime.sleeps import SleepBounds
+from kvferry.endpoint.runtime.threads import SleepBounds
 
 
 def test_sleeps_grow_with_the_quiet_up_to_a_bound():

@@ -19,8 +19,7 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.sleeps import SleepBounds
-from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop
+from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop, SleepBounds
 from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
 from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer

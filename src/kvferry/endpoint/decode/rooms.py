@@ -12,11 +12,10 @@ from functools import partial
 from kvferry.endpoint.construction import check_may_open, deadlines
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.expected_rooms import ExpectedRooms
-from kvferry.endpoint.decode.heartbeats import Heartbeats
+from kvferry.endpoint.decode.heartbeats import ExpectedRooms, Heartbeats
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
-from kvferry.endpoint.decode.repetition import Repetition
+from kvferry.endpoint.decode.refused_rooms import Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers

@@ -20,9 +20,8 @@ from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.decode_ranks import DecodeRanks, refused
 from kvferry.endpoint.prefill.paths import SendingStaging
-from kvferry.endpoint.prefill.peers import refused
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.callers_code import Callbacks

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.endpoint.prefill.direct_writes import DirectWrite, DirectWrites
-from kvferry.endpoint.prefill.room_write import Target
+from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, Target
 from kvferry.endpoint.prefill.staged_writes import StagedWrite, StagedWrites
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PeerDisconnectedError

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from kvferry.endpoint.runtime.callers_code import CallersCode
-from kvferry.endpoint.runtime.ready_signals import SIGNAL, Awaited
+from kvferry.endpoint.runtime.callers_code import SIGNAL, Awaited, CallersCode
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.layout import Shard
 from kvferry.plan.requests.chunks import HandedIn, components_by_group, joined

@@ -7,6 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TypeVar
 
 from kvferry.endpoint.runtime.rests import EndpointThread, Rests, waits_of_this_thread
@@ -15,6 +16,30 @@ from kvferry.loggers import logger_of
 from kvferry.observe.status import ThreadStatus
 
 log = logger_of(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SleepBounds:
+    """How long sleeps are.
+
+    Attributes:
+        shortest_s: right after something has happened.
+        of_quiet: of the time that nothing has: what happens is noticed that much later than it might be.
+        longest_s: after a long time.
+    """
+
+    shortest_s: float
+    of_quiet: float
+    longest_s: float
+
+    def next_s(self, quiet_s: float) -> float:
+        """Returns how long to sleep.
+
+        Args:
+            quiet_s: since when nothing has happened.
+        """
+        return min(max(self.shortest_s, quiet_s * self.of_quiet), self.longest_s)
+
 
 THREADS_END_S = 10.0
 """The longest that closing waits for threads that have nothing left to do: more than they take on a busy machine."""

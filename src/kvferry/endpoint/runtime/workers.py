@@ -11,14 +11,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.endpoint.runtime.callers_code import CallersCode
+from kvferry.endpoint.runtime.callers_code import Awaited, AwaitedSignals, CallersCode
 from kvferry.endpoint.runtime.platform import Platform
-from kvferry.endpoint.runtime.ready_signals import Awaited, AwaitedSignals
 from kvferry.endpoint.runtime.run_queue import RunQueue
-from kvferry.endpoint.runtime.settling import Settling
-from kvferry.endpoint.runtime.sleeps import SleepBounds
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop
-from kvferry.endpoint.runtime.writes import WatchedWrite, WritesInFlight
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SleepBounds
+from kvferry.endpoint.runtime.writes import Settling, WatchedWrite, WritesInFlight
 from kvferry.layout import Device
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import Transport
