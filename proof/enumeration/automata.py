@@ -21,7 +21,7 @@ Output: TypeAlias = tuple[Any, ...]
 Event: TypeAlias = tuple[Any, ...]
 
 _ATOMIC = frozenset({int, str, bytes, float, type(None), bool, FunctionType, MethodType, type, frozenset, np.ndarray})
-_UNCOMPARED = frozenset({"_deadlines"})  # the same in every state
+_UNCOMPARED = frozenset({"_deadlines", "port"})  # the same in every state, and the node itself
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=repr)
 
 

@@ -1,29 +1,33 @@
-"""A decode rank of an enumeration: its receiver, link and rings, as its endpoint drives them."""
+"""A decode rank of an enumeration: the room that ships, its link and rings.
+
+The node is what the room has its commands done by (`RoomPort`): what it sends is an output, bytes are in its pages once
+they are placed, and time passes where an event says so. Links and rings are driven as the endpoint does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
+from msgspec import structs
+
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.layout import RankLayout
 from kvferry.plan import Piece
+from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import (
     AbortRequested,
-    AwaitArrival,
     ConnectFailed,
-    Drop,
     PartArrived,
     PartPlaced,
-    Place,
     ReceiverEvent,
-    SendAbort,
     SenderDrained,
     SenderSettled,
-    SendOpen,
     Tick,
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
@@ -124,12 +128,20 @@ class DecodeNode:
         self._number = number
         self._prefills = prefills
         self._decodes = decodes
-        self._machine: ReceiverMachine | None = None
+        self._room: ReceivingRoom | None = None
+        self._out: list[Output] = []  # of the event that is handled
         self._rings = _Rings()
         self._attempts = 0
         self.link = self._new_link()
-        self._room_link: Link | None = None  # the one through which the room was opened
-        self._open_numbers: dict[int, int] = {}
+
+    @property
+    def _machine(self) -> ReceiverMachine | None:
+        return self._room.machine if self._room is not None else None
+
+    @property
+    def _room_link(self) -> Link | None:
+        """The one through which the room was opened."""
+        return self._room.link if self._room is not None else None
 
     @property
     def writers(self) -> frozenset[int]:
@@ -184,48 +196,50 @@ class DecodeNode:
 
     def handle(self, event: Event) -> list[Output]:
         """Takes an event of the enumeration."""
-        out: list[Output] = []
+        out = self._out = []
+        self._handle(event)
+        self._out = []
+        return out
+
+    def _handle(self, event: Event) -> None:
         match event:
             case ("attach",):
-                self._attach(out)
+                self._attach()
             case ("open",):
                 self.has_opened = True
-                self._machine = ReceiverMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0)
+                self._room = self._new_room()
                 if self.is_attached:
-                    self._open(out)
+                    self._open()
             case ("abort",):
-                self._apply(AbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"))
             case ("late",):
-                self._apply(Tick(), out, now=_LATE)
+                self._apply(Tick(), now=_LATE)
             case ("message", prefill, data):
                 try:
-                    self._received(prefill, codec.decode_to_decode(data), out)
+                    self._received(prefill, codec.decode_to_decode(data))
                 except KVFerryError as error:
-                    self._give_up(error, out)
+                    self._give_up(error)
             case ("note", prefill, data):
-                self._notified(prefill, codec.decode_notification(data), out)
+                self._notified(prefill, codec.decode_notification(data))
             case ("bytes", prefill, generation, sequence):
                 if generation == self.generation:
                     self.placed.add((prefill, sequence))
             case ("settled", prefill):
-                self._settled(prefill, out)
+                self._settled(prefill)
             case ("broke", prefill):
-                self._send(self.link.broke(prefill_name(prefill), 0.0), out, only=prefill)
-                self._repeat_abort(prefill, out)
+                self._send(self.link.broke(prefill_name(prefill), 0.0), only=prefill)
+                self._repeat_abort(prefill)
             case ("heartbeat", prefill):
-                self._send(self.link.ask(0.0), out, only=prefill)
-                self._repeat_abort(prefill, out)
+                self._send(self.link.ask(0.0), only=prefill)
+                self._repeat_abort(prefill)
             case ("give up",):
-                self._give_up(PeerDisconnectedError("silent for too long"), out)
+                self._give_up(PeerDisconnectedError("silent for too long"))
             case ("next use",):
                 self.use += 1
                 self.has_opened = False
-                self._machine = None
+                self._room = None
                 self.placed = set()
                 self._settling = set()
-                self._room_link = None
-                self._open_numbers = {}
-        return out
 
     # ---- the link -----------------------------------------------------------------------------------------------
 
@@ -240,122 +254,129 @@ class DecodeNode:
             deadline=0.0,
         )
 
-    def _attach(self, out: list[Output]) -> None:
+    def _attach(self) -> None:
         """Looks the prefill ranks up and asks them to attach: how they are greeted is left out."""
         self.link.resolved(tuple(registration(each, self._prefills) for each in range(self._prefills)), 0.0)
         for prefill in range(self._prefills):
             answer = welcome(prefill, self._prefills)
-            self._send(self.link.received(prefill_name(prefill), answer), out)
+            self._send(self.link.received(prefill_name(prefill), answer))
 
-    def _give_up(self, error: KVFerryError, out: list[Output]) -> None:
+    def _give_up(self, error: KVFerryError) -> None:
         """Gives the link up, with every room that relies on it, and attaches anew."""
         self.link.is_given_up = True
         if self._room_link is self.link:
-            self._apply(ConnectFailed(error), out)
+            self._apply(ConnectFailed(error))
         self.link = self._new_link()
         self._settling_attached = {}
-        self._attach(out)
+        self._attach()
 
-    def _send(self, sends: Iterable[Send], out: list[Output], *, only: int | None = None) -> None:
+    def _send(self, sends: Iterable[Send], *, only: int | None = None) -> None:
         """Sends what a link says, or that for one rank. Time is not counted, and so no silence either."""
         for each in sends:
             self.link.record_answer(each.address)
             if only in (None, number_of(each.address)) and not isinstance(each.message, messages.Hello):
-                out.append(("up", number_of(each.address), codec.encode(each.message, each.version)))
+                message = each.message
+                if isinstance(message, messages.AbortRoom):
+                    message = structs.replace(message, reason="")  # for people, and many
+                self._out.append(("up", number_of(each.address), codec.encode(message, each.version)))
 
-    def _received(self, prefill: int, message: messages.ToDecode, out: list[Output]) -> None:
+    def _received(self, prefill: int, message: messages.ToDecode) -> None:
         address = prefill_name(prefill)
         match message:
             case messages.Numbered():
-                self._take(address, prefill, message, out)
+                self._take(address, prefill, message)
             case messages.Drained():
                 if message.generation == self.generation:
-                    self._apply(SenderDrained(message.writer, message.after_failure), out)
+                    self._apply(SenderDrained(message.writer, message.after_failure))
             case messages.Attached() if message.last_failure > self._waited_for.get(prefill, 0):
                 self._settling_attached[prefill] = message
             case _:
-                self._send(self.link.received(address, message), out)
+                self._send(self.link.received(address, message))
                 is_waiting = self._machine is not None and not self._machine.state.is_final
                 if self.is_attached and is_waiting and self._room_link is None:
-                    self._open(out)
+                    self._open()
 
-    def _take(self, address: str, prefill: int, message: messages.Numbered, out: list[Output]) -> None:
+    def _take(self, address: str, prefill: int, message: messages.Numbered) -> None:
         for link in filter(None, (self.link, self._room_link)):
             if link.attempt == message.epoch:
                 taken, sends = link.take(address, message)
-                self._send(sends, out)
+                self._send(sends)
                 for each in taken:
                     match each:
                         case messages.RoomFailed() if each.generation == self.generation:
-                            self._apply(each, out)
+                            self._apply(each)
                         case messages.SpanReleased():
-                            self._span_released(prefill, each, out)
+                            self._span_released(prefill, each)
                 return
 
     # ---- the room -----------------------------------------------------------------------------------------------
 
-    def _open(self, out: list[Output]) -> None:
-        self._room_link = self.link
-        self._apply(self.link.connected(ROOM), out)
-
-    def _repeat_abort(self, prefill: int, out: list[Output]) -> None:
-        if self._machine is not None and prefill in self._machine.unanswered:
-            self._abort(self._machine.abort_of(prefill), out)
-
-    def _abort(self, command: SendAbort, out: list[Output]) -> None:
-        link, number = self._room_link, self._open_numbers.get(command.rank, 0)
-        if link is None:
-            return
-        abort = messages.AbortRoom(
-            room=ROOM,
+    def _new_room(self) -> ReceivingRoom:
+        """Makes the room, of which nobody looks at what a caller would see."""
+        return ReceivingRoom(
+            ReceiverMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0),
             generation=self.generation,
-            reason="",
-            error=command.error,
-            epoch=link.attempt if number else 0,
-            number=number,
+            groups=(),
+            tokens=None,
+            depends_on={},
+            receiver=cast(Receiver, None),
+            places=cast(UnitPlaces, None),
+            port=self,
+            receivers=self._decodes,
         )
-        self._send(link.send_unnumbered(command.rank, abort), out)
 
-    def _apply(self, event: ReceiverEvent, out: list[Output], now: float = 0.0) -> None:
-        machine, link = self._machine, self._room_link
-        if machine is None or link is None:
-            return
-        for command in machine.handle(event, now):
-            match command:
-                case SendOpen(rank):
-                    opened = messages.OpenRoom(
-                        room=ROOM, generation=self.generation, receivers=self._decodes, tokens=None, groups=()
-                    )
-                    self._send(link.send(rank, opened), out)
-                    self._open_numbers[rank] = link.last_number(rank)
-                case SendAbort():
-                    self._abort(command, out)
-                case Place(_Part() as part):
-                    self.placed.add((part.prefill, part.sequence))
-                    self._give_back(part.prefill, part.epoch, part.span, out)
-                    self._apply(PartPlaced(part.prefill, part.sequence), out)
-                case Drop(_Part() as part):
-                    self._give_back(part.prefill, part.epoch, part.span, out)
-                case AwaitArrival(rank):
-                    self._settling.add(rank)
+    def _open(self) -> None:
+        assert self._room is not None
+        self._room.link = self.link
+        self._apply(self.link.connected(ROOM))
+
+    def _repeat_abort(self, prefill: int) -> None:
+        if self._room is not None and self._room_link is not None and prefill in self._room.machine.unanswered:
+            self._room.ask_to_stop(prefill, 0.0)
+
+    def _apply(self, event: ReceiverEvent, now: float = 0.0) -> None:
+        if self._room is not None and self._room_link is not None:
+            self._room.apply(event, now)
+
+    def send(self, sends: Iterable[Send]) -> None:
+        self._send(sends)
+
+    def place(self, work: object) -> None:
+        assert isinstance(work, _Part)
+        self.placed.add((work.prefill, work.sequence))
+        self.drop(work)
+        self._apply(PartPlaced(work.prefill, work.sequence))
+
+    def drop(self, work: object) -> None:
+        assert isinstance(work, _Part)
+        self._give_back(work.prefill, work.epoch, work.span)
+
+    def settle(self, room: ReceivingRoom, rank: int) -> None:
+        self._settling.add(rank)
+
+    def moved(self, room: ReceivingRoom, now: float) -> None:
+        """Nothing of it is looked at."""
+
+    def raised(self, room: ReceivingRoom, error: BaseException) -> None:
+        raise error
 
     # ---- what arrives -------------------------------------------------------------------------------------------
 
-    def _settled(self, prefill: int, out: list[Output]) -> None:
+    def _settled(self, prefill: int) -> None:
         """Nothing can arrive any more of what a rank's failed writes had sent."""
         if prefill in self._settling:
             self._settling.discard(prefill)
-            self._apply(SenderSettled(prefill), out)
+            self._apply(SenderSettled(prefill))
         spans = [(epoch, span) for writer, epoch, span in self._settling_spans if writer == prefill]
         self._settling_spans = [entry for entry in self._settling_spans if entry[0] != prefill]
         for epoch, span in spans:
-            self._give_back(prefill, epoch, span, out)
+            self._give_back(prefill, epoch, span)
         attached = self._settling_attached.pop(prefill, None)
         if attached is not None:
             self._waited_for[prefill] = attached.last_failure
-            self._received(prefill, attached, out)
+            self._received(prefill, attached)
 
-    def _give_back(self, prefill: int, epoch: int, span: Span, out: list[Output]) -> None:
+    def _give_back(self, prefill: int, epoch: int, span: Span) -> None:
         ring = self._rings.by_rank[prefill]
         if ring.epoch != epoch:
             return
@@ -364,18 +385,18 @@ class DecodeNode:
         if ring.reading.position != before:
             position = ring.reading.position
             credit = messages.Credit(epoch=epoch, position=position)
-            self._send(self.link.send(prefill, credit), out)
+            self._send(self.link.send(prefill, credit))
 
-    def _span_released(self, prefill: int, message: messages.SpanReleased, out: list[Output]) -> None:
+    def _span_released(self, prefill: int, message: messages.SpanReleased) -> None:
         ring, span = self._rings.by_rank[prefill], Span(message.start, message.begin, message.stop)
         if ring.epoch != message.epoch or not ring.reading.can_hold(span):
             return
         if message.after_failure:
             self._settling_spans.append((prefill, message.epoch, span))
         else:
-            self._give_back(prefill, message.epoch, span, out)
+            self._give_back(prefill, message.epoch, span)
 
-    def _notified(self, prefill: int, message: messages.Notification, out: list[Output]) -> None:
+    def _notified(self, prefill: int, message: messages.Notification) -> None:
         is_ours = message.generation == self.generation and self._machine is not None and not self.has_ended
         match message:
             case messages.StagedArrived():
@@ -384,8 +405,8 @@ class DecodeNode:
                 span = Span(message.start, message.begin, message.stop)
                 part = _Part(prefill, message.epoch, message.sequence, span)
                 if is_ours:
-                    self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part), out)
+                    self._apply(PartArrived(message.writer, message.sequence, 0, is_last=True, work=part))
                 else:
-                    self._give_back(prefill, message.epoch, span, out)
+                    self._give_back(prefill, message.epoch, span)
             case messages.ChunkArrived() | messages.WriterFinished() if is_ours:
-                self._apply(message, out)
+                self._apply(message)

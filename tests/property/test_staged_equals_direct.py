@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import product
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
@@ -26,7 +26,7 @@ from tests.property.test_plan_against_oracle import NAMED
 from tests.support.tiers import examples
 
 from kvferry.endpoint.decode.arrivals import ArrivalTask, Scatterers, ScatterTask
-from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.decode.room import ReceivingRoom, RoomPort
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Receiver
@@ -226,6 +226,7 @@ class Receiving:
                 depends_on=message.depends_on,
                 receiver=Receiver(message.room, lambda reason: None, Callbacks(SystemPlatform(), "nobody"), 0.0),
                 places=UnitPlaces(destination, message.groups, message.tokens),
+                port=cast(RoomPort, None),  # nothing happens in it
             )
         self._room = pair.rooms[key]
         scatterer = Scatterer(pair, ring)

@@ -155,7 +155,8 @@ def test_pages_of_different_size_are_refused_in_words_and_both_sides_end(engines
     assert "32 tokens a page" in pair.said
     assert "64 tokens a page" in pair.said
     said = r"(room \d+): decode rank 0 of 'decode-64' refused it: IncompatiblePeerError: "
-    assert len({room for line in pair.prefill.ask("logged") for room in re.findall(said, line)}) == 3
+    refused = {room for line in pair.prefill.ask("logged") for room in re.findall(said, line)}
+    assert len(refused) == 4, "those three, and the control of every pair"
 
 
 def test_a_request_that_ends_on_the_prefill_side_before_it_is_computed_fails_on_the_other(engines: Engines, both: Pair):
@@ -175,16 +176,15 @@ def test_an_engine_that_a_gateway_misspells_is_named_in_the_logs_of_both_servers
     """In vLLM's own log, which is what an operator has. Once before any decode server is connected, and once after."""
     logs = {name: tmp_path / f"{name}.log" for name in ("prefill-asked", "decode-misled")}
     settings = {"bootstrap_timeout_s": 12.0}
-    prefill = engines.prefill("prefill-asked", log=logs["prefill-asked"], settings=settings)
-    decode = engines.decode("decode-misled", log=logs["decode-misled"], settings=settings)
-    pair = Pair(prefill, decode)
+    prefill = engines.prefill("prefill-asked", log=logs["prefill-asked"], settings=settings).started()
+    decode = engines.decode("decode-misled", log=logs["decode-misled"], settings=settings).started()
     (prompt,) = prompts(18, 1, shortest=100)
 
     def misspell(room: int, connected: str) -> None:
         name = f"misspelled-{room}"
-        pair.prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
+        prefill.submit(name, prompt, 1, {"do_remote_decode": True, ROOM: room})
         parameters = {"do_remote_prefill": True, "remote_engine_id": f"prefil-{room}", ROOM: room}
-        pair.decode.submit(name, prompt, COUNT, parameters)
+        decode.submit(name, prompt, COUNT, parameters)
         here = rf"WARNING .*\[early_warnings\.py:\d+\] prefill engine 'prefil-{room}' is not found: .*'prefill-asked'"
         there = (
             rf"WARNING .*\[early_warnings\.py:\d+\] prefill rank 0 of 'prefill-asked': .* room {room}, .*{connected}"
@@ -193,11 +193,12 @@ def test_an_engine_that_a_gateway_misspells_is_named_in_the_logs_of_both_servers
             eventually(f"{server} says it", lambda s=said, log=logs[server]: re.search(s, log.read_text()) is not None)
 
     misspell(1_000_001, "no decode rank is connected")
-    pair.run([prompt], "connected")
+    assert decode.output("misspelled-1000001").reason == "error"
+    prefill.output("misspelled-1000001")
+    Pair(prefill, decode).run([prompt], "connected")
     misspell(1_000_002, "connected are decode ranks, 1 of 'decode-misled'")
-    for name in ("misspelled-1000001", "misspelled-1000002"):
-        assert pair.decode.output(name).reason == "error"
-        pair.prefill.output(name)
+    assert decode.output("misspelled-1000002").reason == "error"
+    prefill.output("misspelled-1000002")
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

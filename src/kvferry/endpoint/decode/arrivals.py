@@ -21,7 +21,7 @@ from kvferry.errors import PeerError
 from kvferry.loggers import logger_of
 from kvferry.observe.records import PlacedRecord
 from kvferry.plan import PairPlan
-from kvferry.protocol.transfer.events import Broke, PartArrived, PartPlaced, ReceiverEvent
+from kvferry.protocol.transfer.events import Broke, PartArrived, PartPlaced
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import Kernels
@@ -211,17 +211,14 @@ class Arrivals:
         self,
         context: DecodeContext,
         rooms: Mapping[int, ReceivingRoom],
-        apply: Callable[[ReceivingRoom, ReceiverEvent, float], None],
     ) -> None:
         """Starts the threads that scatter and verify, if the settings ask for any.
 
         Args:
             rooms: those that are open.
-            apply: passes an event to a room.
         """
         self._context = context
         self._rooms = rooms
-        self._apply = apply
         self._scatterers: Scatterers | None = None
         checks = context.staging.checks
         kernels = checks.memory.kernels if checks is not None else context.staging.kernels
@@ -251,7 +248,7 @@ class Arrivals:
             if running:
                 log.exception("notifications could not be taken; %d rooms fail", len(running))
             for room in running:
-                self._apply(room, Broke(error), now)
+                room.apply(Broke(error), now)
             return
         do_each(notifications, lambda each: self._notified(*each, now), "a notification")
 
@@ -270,7 +267,7 @@ class Arrivals:
             case _ if room is None:
                 return
             case messages.WriterFinished():
-                self._apply(room, message, now)
+                room.apply(message, now)
             case messages.ChunkArrived():
                 self._chunk_arrived(peer, room, message, now)
 
@@ -288,12 +285,12 @@ class Arrivals:
         checks = self._context.staging.checks
         plan = checks.plan(peer) if checks is not None else None
         if checks is None:
-            self._apply(room, message, now)
+            room.apply(message, now)
         elif plan is None:
             log.warning("dropped a notification for room %d: rank %d has nothing to send", message.room, message.writer)
         else:
             task = VerifyTask(room, now, plan, message, checks.memory)
-            self._apply(room, PartArrived(message.writer, message.sequence, work=task), now)
+            room.apply(PartArrived(message.writer, message.sequence, work=task), now)
 
     def _part_arrived(self, peer: str, message: messages.StagedArrived, now: float) -> None:
         """Handles a part of a chunk in staging memory. Its span is given back, whether or not a room takes the part."""
@@ -307,7 +304,7 @@ class Arrivals:
             ring.give_back(span)
             return
         task = ScatterTask(room, now, ring, span, message, is_verified=self._context.staging.checks is not None)
-        self._apply(room, PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
+        room.apply(PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
 
     def begin(self, work: object) -> None:
         """Has what has arrived for a room scattered, or verified."""
@@ -330,7 +327,7 @@ class Arrivals:
     def _done(self, task: ArrivalTask, record: PlacedRecord, error: BaseException | None, now: float) -> None:
         task.give_back()
         task.room.placed(record)
-        self._apply(task.room, task.event(error), now)
+        task.room.apply(task.event(error), now)
 
     def span_released(self, message: messages.SpanReleased) -> None:
         """Gives back a span that its writer has released: nothing arrived in it, or will, but of a failed write."""

@@ -36,7 +36,7 @@ from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
-from kvferry.protocol.transfer.events import ConnectFailed, ReceiverEvent, SenderDrained
+from kvferry.protocol.transfer.events import ConnectFailed, SenderDrained
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.staging.receiving import ReceivingStaging
@@ -82,14 +82,9 @@ class Links:
         is_closed: whether `close` was called: nothing may be looked up or connected any more.
     """
 
-    def __init__(self, context: DecodeContext, apply: Callable[[ReceivingRoom, ReceiverEvent, float], None]) -> None:
-        """Begins with no link; the first room that asks for an engine makes one.
-
-        Args:
-            apply: passes an event to a room.
-        """
+    def __init__(self, context: DecodeContext) -> None:
+        """Begins with no link; the first room that asks for an engine makes one."""
         self._context = context
-        self._apply = apply
         self._resolver = context.platform.background_executor("kvferry-decode-resolver")
         self._missed = MissedEngines(context.settings.bootstrap_timeout_s)
         self.connections = Connections(context.end, context.identity.endpoint)
@@ -223,7 +218,7 @@ class Links:
             self.refusals.link_looked_up(link)
             for room in list(self.rooms_of.get(link, ())):
                 if (gone := why_gone(link, room.instance)) is not None:
-                    self._apply(room, ConnectFailed(gone), now)
+                    room.apply(ConnectFailed(gone), now)
         if isinstance(problem, RegistryAccessError | EngineEndedError):  # asking again would not help
             self.fail(link, problem, now)
         elif problem is not None:
@@ -328,7 +323,7 @@ class Links:
         for caller in self._waiting(link):
             caller.ready.set_result(None)
         for room in list(self.rooms_of.get(link, ())):
-            self._apply(room, link.connected(room.room), now)
+            room.apply(link.connected(room.room), now)
 
     def start_over(self, link: Link, now: float) -> None:
         """Looks a link's ranks up again: those that it has may be of an earlier start, and count as lost."""
@@ -352,7 +347,7 @@ class Links:
         for caller in self._waiting(link):
             caller.ready.set_exception(error)
         for room in list(self.rooms_of.get(link, ())):
-            self._apply(room, ConnectFailed(error), now)
+            room.apply(ConnectFailed(error), now)
         self.close_retired()
 
     def _rank_closed(self, endpoint: str, now: float, *, after_failure: bool) -> None:
@@ -434,5 +429,5 @@ class Links:
             rank = link.rank_of(endpoint)
             if rank is not None:
                 for room in list(self.rooms_of.get(link, ())):
-                    self._apply(room, SenderDrained(rank), now)
+                    room.apply(SenderDrained(rank), now)
         self.close_retired()

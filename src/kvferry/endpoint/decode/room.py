@@ -1,25 +1,66 @@
-"""One room on a decode rank: what the driver's thread keeps of it."""
+"""One room on a decode rank: the state machine behind the caller's `Receiver`, and what its commands do."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from kvferry.endpoint.transfer import Receiver
+from kvferry.errors import MessageError
 from kvferry.observe.records import PlacedRecord, ReceiverStats
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.protocol.links.link import Link, LinkState
+from kvferry.protocol.links.rank_link import Send
+from kvferry.protocol.transfer.events import (
+    AwaitArrival,
+    Broke,
+    Drop,
+    PartArrived,
+    Place,
+    ReceiverCommand,
+    ReceiverEvent,
+    SendAbort,
+    SendOpen,
+    SendVerified,
+)
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.states import ReceiverState, TransferState
+from kvferry.protocol.wire import messages
+
+
+class RoomPort(Protocol):
+    """What a room has done outside of itself. Called in its turns only."""
+
+    def send(self, sends: Iterable[Send]) -> None:
+        """Sends what a link says."""
+
+    def place(self, work: object) -> None:
+        """Has what has arrived for the room put into its pages, or verified there: `PartPlaced` follows."""
+
+    def drop(self, work: object) -> None:
+        """Gives back the memory of what has arrived and is not wanted."""
+
+    def settle(self, room: ReceivingRoom, rank: int) -> None:
+        """Waits for what failed writes of a rank had sent: `SenderSettled` follows."""
+
+    def moved(self, room: ReceivingRoom, now: float) -> None:
+        """Takes what has changed: the room's deadline, its end, and what its caller sees of it."""
+
+    def raised(self, room: ReceivingRoom, error: BaseException) -> None:
+        """Takes what the room's machine should not have raised, while it is handled. The room fails of it."""
 
 
 @dataclass(eq=False, slots=True)
 class ReceivingRoom:
-    """A room's state machine and what belongs to it. Owned by the driver thread.
+    """A room's state machine and what belongs to it. Owned by the driver thread, where its turns are.
 
     Attributes:
         places: where in its pages what arrives belongs.
+        port: does what it wants done outside of itself.
+        receivers: how many decode ranks open it.
         instance: the start of the prefill engine that has the request; empty where the caller does not know.
         link: through which it is opened; None until the driver thread has taken the room.
         trace: the context that travels with its open request.
@@ -33,6 +74,8 @@ class ReceivingRoom:
     depends_on: dict[str, bytes]
     receiver: Receiver
     places: UnitPlaces
+    port: RoomPort
+    receivers: int = 1
     instance: str = ""
     link: Link | None = None
     trace: str = ""
@@ -56,6 +99,73 @@ class ReceivingRoom:
     def is_rank(self, engine_rank: int, endpoint: str) -> bool:
         """Whether an endpoint is that rank of the group through which the room is opened."""
         return self.link is not None and self.link.endpoint_of(engine_rank) == endpoint
+
+    def apply(self, event: ReceiverEvent, now: float) -> None:
+        """Passes an event to the machine, and executes its commands."""
+        try:
+            commands = self.machine.handle(event, now)
+        except BaseException as error:
+            self.port.raised(self, error)
+            commands = self.machine.handle(Broke(error), now)
+            if isinstance(event, PartArrived):
+                commands.append(Drop(event.work))
+        self.port.moved(self, now)
+        for command in commands:
+            # A room that could not be opened at one rank has failed, and its aborts were sent already.
+            if not (isinstance(command, SendOpen) and self.machine.state.is_final):
+                self._execute(command, now)
+
+    def ask_to_stop(self, rank: int, now: float) -> None:
+        """Repeats the abort to a rank that has not answered."""
+        self._execute(self.machine.abort_of(rank), now)
+
+    def _execute(self, command: ReceiverCommand, now: float) -> None:
+        link = self.link
+        assert link is not None  # no machine wants anything before it is connected
+        match command:
+            case SendOpen(rank, filled):
+                self._send(link, rank, self._open_request(filled), now)
+                self.open_numbers[rank] = link.last_number(rank)
+            case SendAbort(rank, reason, error):
+                number = self.open_numbers.get(rank, 0)
+                message = messages.AbortRoom(
+                    room=self.room,
+                    generation=self.generation,
+                    reason=reason,
+                    error=error,
+                    epoch=link.attempt if number else 0,
+                    number=number,
+                )
+                self.port.send(link.send_unnumbered(rank, message))
+            case SendVerified(rank):
+                self._send(link, rank, messages.RoomVerified(room=self.room, generation=self.generation), now)
+            case Place(work):
+                self.port.place(work)
+            case Drop(work):
+                self.port.drop(work)
+            case AwaitArrival(rank):
+                self.port.settle(self, rank)
+
+    def _open_request(self, filled: frozenset[str]) -> messages.OpenRoom:
+        return messages.OpenRoom(
+            room=self.room,
+            generation=self.generation,
+            receivers=self.receivers,
+            tokens=self.tokens,
+            groups=tuple(group for group in self.groups if group.name in filled),
+            trace=self.trace,
+            held=max((group.held for group in self.groups), default=0),
+            depends_on=self.depends_on,
+        )
+
+    def _send(self, link: Link, rank: int, message: messages.NumberedToPrefill, now: float) -> None:
+        """Sends a message of the room, which fails if it is one that cannot be sent."""
+        try:
+            sends = link.send(rank, message)
+        except MessageError as error:
+            self.apply(Broke(error), now)
+        else:
+            self.port.send(sends)
 
     def placed(self, record: PlacedRecord) -> None:
         """Records what was put into the room's pages, or verified there."""

@@ -6,7 +6,7 @@ All of it belongs to the endpoint's one thread, where nothing else is said.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from kvferry.endpoint.construction import check_may_open, deadlines
@@ -20,7 +20,7 @@ from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
-from kvferry.errors import MessageError, UnknownRoomError
+from kvferry.errors import UnknownRoomError
 from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.plan import check_share_tokens
@@ -28,23 +28,15 @@ from kvferry.plan.fingerprint import checked_conditions
 from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import AnyPages
-from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.links.link import LinkKey
+from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import (
     AbortRequested,
     AnswersOverdue,
-    AwaitArrival,
-    Broke,
     ConnectFailed,
-    Drop,
-    PartArrived,
-    Place,
-    ReceiverCommand,
     ReceiverEvent,
-    SendAbort,
     SenderDrained,
     SenderSettled,
-    SendOpen,
-    SendVerified,
     Tick,
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
@@ -76,7 +68,7 @@ class ReceivingRooms:
         self._lock = threading.Lock()
         self.is_closed = False
         self.draining = Draining(f"decode engine {context.identity.engine!r}", context.platform.now)
-        self.links = Links(context, self.apply)
+        self.links = Links(context)
         self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
         self.expected = ExpectedRooms(context, self.links)
@@ -86,7 +78,7 @@ class ReceivingRooms:
         self._unanswered: set[ReceivingRoom] = set()
         self._timers: Timers[ReceivingRoom] = Timers()
         self.last_news_at = 0.0
-        self.arrivals = Arrivals(context, self.open, self.apply)
+        self.arrivals = Arrivals(context, self.open)
 
     # ---- for callers --------------------------------------------------------------------------------------------
 
@@ -117,6 +109,8 @@ class ReceivingRooms:
             depends_on=checked_conditions(depends_on, where=where),
             receiver=Receiver(number, abort, self._context.callbacks, now),
             places=UnitPlaces(identity.layout, groups, tokens),
+            port=self,
+            receivers=identity.coordinates.group_size,
             instance=instance or "",
         )
         return room
@@ -213,22 +207,32 @@ class ReceivingRooms:
         link = room.link = self.links.to(key, room.machine.deadline or now)
         self.links.rooms_of.setdefault(link, {})[room] = None
         if (gone := why_gone(link, room.instance)) is not None:
-            self.apply(room, ConnectFailed(gone), now)
+            room.apply(ConnectFailed(gone), now)
         elif room.waits_for_link:
             self._timers.set(room, room.machine.deadline)
         else:
-            self.apply(room, link.connected(room.room), now)
+            room.apply(link.connected(room.room), now)
 
-    def apply(self, room: ReceivingRoom, event: ReceiverEvent, now: float) -> None:
-        """Passes an event to a room's machine, executes its commands, and forgets the room once it is done."""
+    # ---- what rooms have done -----------------------------------------------------------------------------------
+
+    def send(self, sends: Iterable[Send]) -> None:
+        self.links.send_all(sends)
+
+    def place(self, work: object) -> None:
+        self.arrivals.begin(work)
+
+    def drop(self, work: object) -> None:
+        self.arrivals.drop(work)
+
+    def settle(self, room: ReceivingRoom, rank: int) -> None:
+        self._context.settling.add(partial(self._post_event, room, SenderSettled(rank)))
+
+    def raised(self, room: ReceivingRoom, error: BaseException) -> None:
+        log.error("room %d met an unexpected error", room.room, exc_info=error)
+
+    def moved(self, room: ReceivingRoom, now: float) -> None:
+        """Minds a room's deadline, shows it to its caller, and forgets it once it is done."""
         self.last_news_at = now  # heartbeats' answers do not count: nothing follows them
-        try:
-            commands = room.machine.handle(event, now)
-        except BaseException as error:
-            log.exception("room %d met an unexpected error", room.room)
-            commands = room.machine.handle(Broke(error), now)
-            if isinstance(event, PartArrived):
-                commands.append(Drop(event.work))
         is_open = self.open.get(room.room) is room
         if is_open and room.machine.is_done:
             self._forget(room, now)  # before the caller sees the end: it may use the number again then
@@ -240,10 +244,6 @@ class ReceivingRooms:
         room.show(now)
         if room.machine.state.is_final and not had_ended:
             self._context.observer.received(room.room, room.receiver.stats, room.machine.error)
-        for command in commands:
-            # A room that could not be opened at one rank has failed, and its aborts were sent already.
-            if not (isinstance(command, SendOpen) and room.machine.state.is_final):
-                self._execute(room, command, now)
 
     def _keep_asking(self, room: ReceivingRoom, now: float) -> None:
         """Has the aborts of a room that has ended here repeated. What is kept for the answers alone has an end.
@@ -277,62 +277,12 @@ class ReceivingRooms:
             reason = str(error) if cause is None else f"{type(cause).__name__}: {cause}"
             self.refusals.add(room.room, room.link, generation=room.generation, reason=reason, now=now)
 
-    def _execute(self, room: ReceivingRoom, command: ReceiverCommand, now: float) -> None:
-        link = room.link
-        assert link is not None  # no machine wants anything before it is connected
-        match command:
-            case SendOpen(rank, filled):
-                self._send(room, link, rank, self._open_request(room, filled), now)
-                room.open_numbers[rank] = link.last_number(rank)
-            case SendAbort(rank, reason, error):
-                number = room.open_numbers.get(rank, 0)
-                message = messages.AbortRoom(
-                    room=room.room,
-                    generation=room.generation,
-                    reason=reason,
-                    error=error,
-                    epoch=link.attempt if number else 0,
-                    number=number,
-                )
-                self.links.send_all(link.send_unnumbered(rank, message))
-            case SendVerified(rank):
-                self._send(room, link, rank, messages.RoomVerified(room=room.room, generation=room.generation), now)
-            case Place(work):
-                self.arrivals.begin(work)
-            case Drop(work):
-                self.arrivals.drop(work)
-            case AwaitArrival(rank):
-                self._context.settling.add(partial(self._post_event, room, SenderSettled(rank)))
-
-    def _open_request(self, room: ReceivingRoom, filled: frozenset[str]) -> messages.OpenRoom:
-        return messages.OpenRoom(
-            room=room.room,
-            generation=room.generation,
-            receivers=self._context.identity.coordinates.group_size,
-            tokens=room.tokens,
-            groups=tuple(group for group in room.groups if group.name in filled),
-            trace=room.trace,
-            held=max((group.held for group in room.groups), default=0),
-            depends_on=room.depends_on,
-        )
-
-    def _send(
-        self, room: ReceivingRoom, link: Link, rank: int, message: messages.NumberedToPrefill, now: float
-    ) -> None:
-        """Sends a message of a room, which fails if it is one that cannot be sent."""
-        try:
-            sends = link.send(rank, message)
-        except MessageError as error:
-            self.apply(room, Broke(error), now)
-        else:
-            self.links.send_all(sends)
-
     def _post_event(self, room: ReceivingRoom, event: ReceiverEvent) -> None:
         """Queues an event for a room; it is dropped if the room is done by then."""
 
         def deliver(now: float) -> None:
             if self.open.get(room.room) is room:
-                self.apply(room, event, now)
+                room.apply(event, now)
 
         self._context.submit(deliver)
 
@@ -376,10 +326,10 @@ class ReceivingRooms:
             return
         match message:
             case messages.RoomFailed():
-                self.apply(room, message, now)
+                room.apply(message, now)
             case messages.Drained():
                 drained = SenderDrained(message.writer, message.after_failure, message.error, message.reason)
-                self.apply(room, drained, now)
+                room.apply(drained, now)
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
@@ -389,9 +339,9 @@ class ReceivingRooms:
             if self.open.get(room.room) is not room:
                 self._timers.set(room, None)  # whoever opened it was interrupted
             elif room.link is not None and room.waits_for_link:
-                self.apply(room, ConnectFailed(why_not_ready(room.link, self._context.settings)), now)
+                room.apply(ConnectFailed(why_not_ready(room.link, self._context.settings)), now)
             else:
-                self.apply(room, Tick(), now)
+                room.apply(Tick(), now)
 
     def repeat(self, now: float) -> None:
         """Asks again what was not answered: a connection that broke, or was silent, may have lost it or the answer.
@@ -403,11 +353,11 @@ class ReceivingRooms:
         self.links.ask_about_lost_ranks(now)
         for room, again in list(self._ended.items()):
             if now >= again.until and room in self._unanswered:
-                self.apply(room, AnswersOverdue(), now)
+                room.apply(AnswersOverdue(), now)
             elif again.is_due(now, at_once=are_renewed):
                 self._ask_to_stop(room, now)
 
     def _ask_to_stop(self, room: ReceivingRoom, now: float) -> None:
         """Repeats a room's aborts to ranks that have not answered."""
         for rank in room.machine.unanswered:
-            self._execute(room, room.machine.abort_of(rank), now)
+            room.ask_to_stop(rank, now)
