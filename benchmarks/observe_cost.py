@@ -28,10 +28,8 @@ import msgspec
 import numpy as np
 
 from kvferry.applications.bench import commands, ranks
-from kvferry.applications.bench.arguments import BenchArguments
 from kvferry.applications.bench.measure import Measurement, Run, RunContext
-from kvferry.applications.bench.options import BenchOptions
-from kvferry.applications.bench.prepare import prepare
+from kvferry.applications.bench.options import BenchArguments, BenchOptions, prepare
 from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.layout import RankCoordinates
 from kvferry.observe.metrics import Metrics

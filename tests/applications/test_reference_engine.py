@@ -18,14 +18,13 @@ from tests.support.reference import Caches, cache_in, changes_with, decode, pref
 
 from kvferry.applications.demo.reference.caches import array_shape, cache_form
 from kvferry.applications.demo.reference.engine import load_model
-from kvferry.applications.demo.reference.prompts import read_prompts
 from kvferry.applications.demo.reference.specification import (
     KNOWN_ARCHITECTURES,
     LATENT_ARCHITECTURES,
     SEEDED_ARCHITECTURES,
     ModelSpec,
 )
-from kvferry.applications.demo.reference.tokenizer import START_TOKEN, ByteTokenizer
+from kvferry.applications.demo.reference.tokenizer import START_TOKEN, ByteTokenizer, read_prompts
 from kvferry.errors import ConfigurationError, LayoutError, ModelError, SettingsError
 from kvferry.layout import attention_components, latent_component
 
@@ -235,8 +234,8 @@ def test_processes_of_a_preloaded_fork_server_agree_too(tmp_path):
 def test_only_loading_imports_torch():
     """The command line describes models and reads prompts without waiting for torch."""
     code = (
-        "import sys; from kvferry.applications.demo.reference import engine, prompts, specification as s, caches;"
-        "prompts.read_prompts(); caches.cache_form(s.ModelSpec.small('deepseek_v3')).components;"
+        "import sys; from kvferry.applications.demo.reference import engine, tokenizer, specification as s, caches;"
+        "tokenizer.read_prompts(); caches.cache_form(s.ModelSpec.small('deepseek_v3')).components;"
         "from kvferry.applications.demo import report, run, verdict;"
         "print(sorted({'torch', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )

@@ -12,8 +12,8 @@ from tests.support.reference import Caches, cache_in, changes_with, decode, pref
 
 from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, entries_kept
 from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
-from kvferry.applications.demo.reference.prompts import read_prompts
 from kvferry.applications.demo.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.tokenizer import read_prompts
 from kvferry.errors import ModelError
 from kvferry.layout import Component, Entry, Interval
 

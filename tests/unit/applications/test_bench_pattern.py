@@ -10,10 +10,8 @@ import pytest
 from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import pattern
-from kvferry.applications.bench.options import BenchOptions, Model
-from kvferry.applications.bench.pool import Pool, pool_bytes
-from kvferry.applications.bench.prepare import checked_device
-from kvferry.applications.bench.storage import TorchStorage, allocate
+from kvferry.applications.bench.options import BenchOptions, Model, checked_device
+from kvferry.applications.bench.pool import Pool, TorchStorage, allocate, pool_bytes
 from kvferry.layout import (
     Axis,
     Component,

@@ -15,9 +15,8 @@ from tests.unit.applications.test_bench_options import ARGUMENTS, options
 
 from kvferry.applications.bench import commands
 from kvferry.applications.bench.measure import Measured, Measurement, RunContext
-from kvferry.applications.bench.options import BenchOptions
+from kvferry.applications.bench.options import BenchOptions, prepare
 from kvferry.applications.bench.pattern import Checked
-from kvferry.applications.bench.prepare import prepare
 from kvferry.applications.bench.remote import difference
 from kvferry.applications.bench.run import agreed
 from kvferry.applications.bench.teams import BenchError, Pollable, Teams

@@ -9,9 +9,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kvferry.applications.bench.arguments import BenchArguments
+from kvferry.applications.bench.options import BenchArguments
 from kvferry.applications.command_line import Json, with_fields_as_options
-from kvferry.applications.demo.arguments import DemoArguments
+from kvferry.applications.demo.options import DemoArguments
 from kvferry.cli.app import app
 
 

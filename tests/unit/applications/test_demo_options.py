@@ -8,8 +8,8 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from kvferry.applications.demo import prepare as module
-from kvferry.applications.demo.arguments import DemoArguments
+from kvferry.applications.demo import options as module
+from kvferry.applications.demo.options import DemoArguments
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.errors import SettingsError, TransportUnavailableError
 from kvferry.testing.transports import FaultyTransport

@@ -23,10 +23,9 @@ from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.top.asking import addresses
-from kvferry.applications.up import drains
+from kvferry.applications.up import servers
 from kvferry.applications.up.dialects import DIALECTS
-from kvferry.applications.up.drains import DrainWatch
-from kvferry.applications.up.servers import Server
+from kvferry.applications.up.servers import DrainWatch, Server
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
@@ -142,7 +141,7 @@ def registry() -> Iterator[RegistryServer]:
 @pytest.fixture
 def registered(registry: RegistryServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Deployment]:
     """Servers whose ranks are registered, behind a front that asks often."""
-    monkeypatch.setattr(drains, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(servers, "INTERVAL_S", 0.02)
     with RegistryClient(registry.url) as client:
         for name in ("prefill-0", "prefill-1"):
             client.register(rank(engine=name, tp_size=1, incarnation=f"{name}/first"))
@@ -368,7 +367,7 @@ def test_one_that_has_drained_and_left_gets_none_until_its_successor_has_come(re
             lambda: client.register(rank(engine="prefill-0", tp_size=1, incarnation="second")),
         ):
             change()
-            asyncio.run(DrainWatch(server, partial(drains.registered, client, lambda: "prefill-0")).look())
+            asyncio.run(DrainWatch(server, partial(servers.registered, client, lambda: "prefill-0")).look())
             seen.append(server.is_draining)
     assert seen == [False, True, True, False]
 
@@ -404,7 +403,7 @@ def test_a_registry_that_is_gone_leaves_what_was_known(
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch, registry: RegistryServer) -> Iterator[dict[str, DecodeEngine]]:
     """Two ranks for each decode server, which say where they stand."""
-    monkeypatch.setattr(drains, "INTERVAL_S", 0.02)
+    monkeypatch.setattr(servers, "INTERVAL_S", 0.02)
     with Engines(registry.url, observe_port=0) as engines:
         yield {name: engines.decode(Model(), Shape(tp=2)) for name in ("decode-0", "decode-1")}
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from kvferry.applications.interrupts import interruptible
+from kvferry.applications.command_line import interruptible
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.applications import checks
+from kvferry.applications import command_line
 from kvferry.cli.app import app
 from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.plan import SourceGroup
@@ -25,7 +25,7 @@ def test_a_plan_that_is_wrong_fails_the_command(options: list[str], monkeypatch:
 
 
 def test_drawing_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    monkeypatch.setattr(command_line, "find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["plan", "--config", str(CONFIG), "--draw", str(tmp_path / "plan.svg")])
     assert isinstance(result.exception, ConfigurationError)
     assert "pip install matplotlib" in str(result.exception)

@@ -15,7 +15,7 @@ import pytest
 from tests.support.family import assert_gone, command_line
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.applications.interrupts import interruptible
+from kvferry.applications.command_line import interruptible
 from kvferry.applications.up import supervision
 from kvferry.applications.up.plan import Program
 from kvferry.applications.up.supervision import Supervisor, free_ports

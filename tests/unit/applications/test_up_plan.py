@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.applications.up import installed, run
+from kvferry.applications.up import run
 from kvferry.applications.up.app import clients, ranks_of, servers
-from kvferry.applications.up.arguments import DeploymentRequest
-from kvferry.applications.up.installed import check_installed, router_is_front
+from kvferry.applications.up.engine_options import DeploymentRequest
 from kvferry.applications.up.plan import Program, ports_needed, programs
+from kvferry.applications.up.run import check_installed, router_is_front
 from kvferry.applications.up.supervision import configuration
 from kvferry.cli.app import app
 from kvferry.engines.sglang.plugin import NAME
@@ -246,7 +246,7 @@ def test_names_are_taken_in_upper_case_too(model: Path):
 
 
 def test_an_engine_that_is_not_installed_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(installed, "find_spec", lambda _: None)
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         with pytest.raises(ConfigurationError, match=rf"^--engine {engine}: {name} is not installed .* docs/{engine}"):
             check_installed(DeploymentRequest(model=model, engine=engine))
@@ -255,14 +255,14 @@ def test_an_engine_that_is_not_installed_is_said(model: Path, monkeypatch: pytes
 def test_a_plug_in_that_sglang_would_not_load_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
     """SGLang would start without it, and refuse the backend's name as one that it does not know."""
     request = DeploymentRequest(model=model, engine="sglang")
-    monkeypatch.setattr(installed, "find_spec", lambda _: object())
+    monkeypatch.setattr(run, "find_spec", lambda _: object())
     check_installed(request)
     monkeypatch.setenv("SGLANG_PLUGINS", "another, kvferry")
     check_installed(request)
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     with pytest.raises(ConfigurationError, match=r"SGLANG_PLUGINS is 'another'.* add kvferry to it, or unset it"):
         check_installed(request)
-    monkeypatch.setattr(installed, "entry_points", lambda group: ())
+    monkeypatch.setattr(run, "entry_points", lambda group: ())
     with pytest.raises(ConfigurationError, match=r"not installed here; install it as docs/sglang\.md says"):
         check_installed(request)
     check_installed(DeploymentRequest(model=model))  # vLLM is told our module's name
@@ -281,12 +281,12 @@ def test_a_plug_in_that_sglang_would_not_load_is_said(model: Path, monkeypatch: 
 def test_the_router_is_the_front_where_it_is_installed(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, front: str, is_there: bool, takes_router: bool
 ):
-    monkeypatch.setattr(installed, "find_spec", lambda _: object() if is_there else None)
+    monkeypatch.setattr(run, "find_spec", lambda _: object() if is_there else None)
     assert router_is_front(DeploymentRequest(model=model, engine=engine, front=front)) is takes_router
 
 
 def test_a_router_that_is_wanted_and_not_installed_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(installed, "find_spec", lambda _: None)
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
     with pytest.raises(
         ConfigurationError, match=r"^--front sglang-router: it is not installed .* or leave --front away"
     ):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kvferry.applications.bench.arguments import BenchArguments
+from kvferry.applications.bench.options import BenchArguments
 from kvferry.applications.command_line import FAILED, Json, with_fields_as_options
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvferry.applications.bench.commands import BulkTimes, Target
-from kvferry.applications.bench.storage import Storage
+from kvferry.applications.bench.pool import Storage
 from kvferry.endpoint.construction import create_transport
 from kvferry.layout import Device
 from kvferry.plan.descriptors import DescriptorIndices

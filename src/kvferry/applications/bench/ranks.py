@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -18,11 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.bench import commands, pattern
-from kvferry.applications.bench.interpreter_time import interpreter_cpu_s, taken_since
 from kvferry.applications.bench.limits import BulkReceiver, BulkSender
 from kvferry.applications.bench.options import BY_LAYER, BenchOptions, Variant, variant_of
-from kvferry.applications.bench.pool import Pool, storage_bytes
-from kvferry.applications.bench.storage import Storage, allocate
+from kvferry.applications.bench.pool import Pool, Storage, allocate, storage_bytes
 from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
@@ -30,6 +29,32 @@ from kvferry.layout import Interval, RankCoordinates
 from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
+
+_THREADS = Path("/proc/self/task")
+
+
+def interpreter_cpu_s() -> float | None:
+    """Returns the CPU time of all threads that Python knows of, with what they call; None where nobody says.
+
+    Those of a transport, of CUDA or of torch are none of them. On a GPU, where these threads copy nothing, it is what a
+    transfer costs beside the engine's own Python.
+    """
+    nanoseconds = 0
+    for thread in threading.enumerate():
+        if thread.native_id is None:
+            continue
+        try:
+            nanoseconds += int((_THREADS / str(thread.native_id) / "schedstat").read_text(encoding="ascii").split()[0])
+        except (OSError, ValueError, IndexError):
+            return None
+    return nanoseconds / 1e9
+
+
+def taken_since(before: float | None) -> float | None:
+    """Returns how much more it has become; None where nobody says."""
+    now = interpreter_cpu_s()
+    return None if before is None or now is None else max(0.0, now - before)
+
 
 Pages: TypeAlias = "NDArray[np.int64] | dict[str, GroupPages]"
 EndpointT = TypeVar("EndpointT", PrefillEndpoint, DecodeEndpoint)

@@ -14,15 +14,13 @@ from rich.console import Console
 
 from kvferry._version import __version__
 from kvferry.applications.bench import report
-from kvferry.applications.bench.arguments import BenchArguments
 from kvferry.applications.bench.measure import Measurement, RunContext
 from kvferry.applications.bench.memory import available_bytes, available_gpu_bytes, check_fits
-from kvferry.applications.bench.options import BenchOptions
-from kvferry.applications.bench.prepare import prepare
+from kvferry.applications.bench.options import BenchArguments, BenchOptions, prepare
 from kvferry.applications.bench.remote import find_prefill_side, follow
 from kvferry.applications.bench.summary import Case, all_exact, summarise
 from kvferry.applications.bench.teams import LocalTeam, Teams
-from kvferry.applications.checks import check_picture
+from kvferry.applications.command_line import check_picture
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
 from kvferry.transport.chosen import available_transport_class

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from kvferry.applications.command_line import FAILED, Json, with_fields_as_options
-from kvferry.applications.demo.arguments import DemoArguments
+from kvferry.applications.demo.options import DemoArguments
 
 
 @with_fields_as_options
@@ -20,7 +20,7 @@ def demo(arguments: DemoArguments, json: Json = False) -> None:
     that arrived, and must equal what the undivided model generates. The exit code is 0 only if it does and every byte
     is exact.
     """
-    from kvferry.applications.demo.prepare import prepare
+    from kvferry.applications.demo.options import prepare
 
     started_at = time.monotonic()
     options = prepare(arguments)

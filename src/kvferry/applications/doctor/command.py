@@ -38,8 +38,8 @@ def doctor(
     from kvferry.applications.doctor.run import run
 
     if listen is not None:
+        from kvferry.applications.command_line import interruptible
         from kvferry.applications.doctor.pairing import listen as listen_on
-        from kvferry.applications.interrupts import interruptible
 
         with suppress(KeyboardInterrupt), interruptible():
             listen_on(Settings(), listen, typer.echo)

@@ -17,8 +17,8 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from kvferry._version import __version__
-from kvferry.applications.bench.prepare import checked_device
-from kvferry.applications.bench.storage import Storage, allocate
+from kvferry.applications.bench.options import checked_device
+from kvferry.applications.bench.pool import Storage, allocate
 from kvferry.applications.doctor.pairing import ANSWER_S, MEMORY_BYTES, TO_WRITER, Busy, Hello, Ready, Seen, Written
 from kvferry.applications.partner import calling
 from kvferry.endpoint.construction import create_transport

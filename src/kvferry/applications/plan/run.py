@@ -7,7 +7,7 @@ from pathlib import Path
 import typer
 from rich.console import Console
 
-from kvferry.applications.checks import check_picture, one_of
+from kvferry.applications.command_line import check_picture, one_of
 from kvferry.applications.plan import report
 from kvferry.applications.plan.counting import PagePlacement
 from kvferry.applications.plan.study import RequestOptions, SideOptions, study

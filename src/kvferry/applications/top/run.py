@@ -9,7 +9,7 @@ from contextlib import suppress
 from rich.console import Console
 from rich.live import Live
 
-from kvferry.applications.interrupts import interruptible
+from kvferry.applications.command_line import interruptible
 from kvferry.applications.top.asking import Asker, Sample, addresses, present
 from kvferry.applications.top.view import page, rates
 from kvferry.errors import ConfigurationError

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from kvferry.applications.command_line import with_fields_as_options
-from kvferry.applications.up.arguments import DeploymentRequest
+from kvferry.applications.up.engine_options import DeploymentRequest
 
 
 @with_fields_as_options

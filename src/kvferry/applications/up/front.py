@@ -28,8 +28,7 @@ from starlette.routing import Route
 
 from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
 from kvferry.applications.up.dialects import Dialect
-from kvferry.applications.up.drains import DrainWatch, any_drains, registered
-from kvferry.applications.up.servers import Pool, Server, TryAnotherError
+from kvferry.applications.up.servers import DrainWatch, Pool, Server, TryAnotherError, any_drains, registered
 from kvferry.errors import UsageError
 from kvferry.loggers import logger_of
 

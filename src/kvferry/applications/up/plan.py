@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from kvferry.applications.up.arguments import DeploymentRequest
-from kvferry.applications.up.engine_options import Engine
+from kvferry.applications.up.engine_options import DeploymentRequest, Engine
 
 LOOPBACK = "127.0.0.1"
 BACKEND = "kvferry"

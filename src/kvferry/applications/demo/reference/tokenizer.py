@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, Protocol
 
-from kvferry.errors import ModelError
+from kvferry.errors import ConfigurationError, ModelError
 
 START_TOKEN = 256
 END_TOKEN = 257
@@ -97,3 +98,25 @@ def load_tokenizer(model_directory: Path | None) -> Tokenizer:
         ModelError: if the directory holds no tokenizer, or one that cannot be read.
     """
     return ByteTokenizer() if model_directory is None else CheckpointTokenizer(model_directory)
+
+
+def read_prompts(path: Path | None = None) -> list[str]:
+    """The prompts in `path`, one a line, without blank lines; kvferry's own if `path` is None.
+
+    Raises:
+        ConfigurationError: if the file is missing, is no UTF-8 text, or holds no prompt; names the path.
+    """
+    name = path or "prompts.txt"
+    try:
+        if path is None:
+            text = files(__package__).joinpath("prompts.txt").read_text(encoding="utf-8")
+        else:
+            text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"cannot read prompts from {name} ({error}); give a UTF-8 text file with one prompt a line"
+        ) from error
+    prompts = [line.strip() for line in text.splitlines() if line.strip()]
+    if not prompts:
+        raise ConfigurationError(f"{name} holds no prompt; write one a line")
+    return prompts
