@@ -10,8 +10,7 @@ from datetime import datetime, timezone
 
 from kvferry.loggers import logger_of
 from kvferry.observe.observer import Observer
-from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.observe.records import ReceiverStats, SenderStats
+from kvferry.observe.records import Outcome, ReceiverStats, SenderStats, outcome_of
 
 log = logger_of(__name__)
 

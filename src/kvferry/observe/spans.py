@@ -16,8 +16,7 @@ from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from kvferry._version import __version__
 from kvferry.observe.observer import Observer
-from kvferry.observe.outcomes import Outcome, outcome_of
-from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.records import Outcome, ReceiverStats, SenderStats, WriteRecord, outcome_of
 
 _HEADER = "traceparent"
 

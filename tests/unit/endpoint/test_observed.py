@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState
 from kvferry.errors import QueueFullError, RoomExistsError, SettingsError
 from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, WAYS, Metrics
-from kvferry.observe.outcomes import Outcome
+from kvferry.observe.records import Outcome
 from kvferry.observe.status import MOST_ROOMS, EndpointStatus, PeerStatus, Side
 
 KIB = 1 / 1024  # of a MiB

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.observe.busy import BusyTime
+from kvferry.observe.metrics import BusyTime
 
 Interval = tuple[float, float]
 

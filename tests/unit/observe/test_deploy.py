@@ -12,7 +12,7 @@ import yaml
 from tests.support.clones import docs_program
 
 from kvferry.observe.metrics import PHASES
-from kvferry.observe.outcomes import Outcome
+from kvferry.observe.records import Outcome
 
 ROOT = Path(__file__).parents[3]
 DASHBOARD = ROOT / "deploy/grafana-dashboard.json"

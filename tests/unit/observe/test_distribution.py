@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 
-from kvferry.observe.distribution import Distribution
+from kvferry.observe.metrics import Distribution
 
 BOUNDS = (0.001, 0.01, 1.0, 10.0)
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvferry import errors
 from kvferry.errors import caused
-from kvferry.observe.outcomes import Outcome, outcome_of
+from kvferry.observe.records import Outcome, outcome_of
 
 
 @pytest.mark.parametrize(
