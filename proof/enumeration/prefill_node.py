@@ -1,12 +1,17 @@
-"""A prefill rank of an enumeration: its room table, sender, channels and rings, as its endpoint drives them."""
+"""A prefill rank of an enumeration: the room that ships and its table, with channels and rings.
+
+The node is what the room has its commands done by (`RoomPort`): a write is an output, what is posted comes at once, and
+time passes where an event says so. How connections are driven is the endpoint's own way, again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
+from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError, TransportError
 from kvferry.layout import TokenShare
 from kvferry.plan import Route, elect_writer
@@ -16,18 +21,15 @@ from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer.events import (
     AbortRequested,
-    AwaitTurn,
     ChunkSubmitted,
     FinishSent,
     ReceiverLost,
-    ReceiverMessage,
     ReceiverOpened,
     SendDrained,
     SenderEvent,
     SendFailed,
     SendFinish,
     Tick,
-    TurnCame,
     Write,
     WriteDone,
     WriteFailed,
@@ -50,6 +52,8 @@ from proof.enumeration.ranks import (
     prefill_name,
 )
 
+_Room: TypeAlias = SendingRoom[None]  # no worker runs it
+
 _LATE = float("inf")
 _ROUTE = Route(
     source_group="kv",
@@ -61,28 +65,6 @@ _ROUTE = Route(
     unit_tokens=PAGE_TOKENS,
     has_slots=False,
 )
-
-
-@dataclass(eq=False)
-class _Room:
-    """An open room, as the table wants it."""
-
-    room: int
-    machine: SenderMachine
-    generations: dict[str, int] = field(default_factory=dict)
-    next_opens: dict[str, messages.OpenRoom] = field(default_factory=dict)
-    connections: dict[str, int] = field(default_factory=dict)  # those through which it was opened
-    was_open: bool = False  # for every receiver
-
-    @property
-    def failed_alone(self) -> bool:
-        """Whether it failed before every receiver had opened it."""
-        return self.machine.state is TransferState.FAILED and not self.was_open
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why it failed, once it has."""
-        return self.machine.error
 
 
 class PrefillNode:
@@ -107,6 +89,10 @@ class PrefillNode:
         self._connections = Connections(prefill_name(number), decodes)
         self._opened_room: _Room | None = None  # of this use; it answers what it was given even when it has ended
         self._waiting: list[tuple[int, int, int]] = []  # staged writes without memory: receiver, generation, sequence
+        self._through: dict[str, int] = {}  # the connection through which each receiver has opened the room
+        self._refused: list[WriteFailed] = []  # writes to those that are not connected any more
+        self._now = 0.0
+        self._out: list[Output] = []  # of the event that is handled
 
     @property
     def _room(self) -> _Room | None:
@@ -136,119 +122,127 @@ class PrefillNode:
 
     def handle(self, event: Event) -> list[Output]:
         """Takes an event of the enumeration."""
-        out: list[Output] = []
+        out = self._out = []
+        self._handle(event)
+        self._out = []
+        return out
+
+    def _handle(self, event: Event) -> None:
         match event:
             case ("open",):
                 self.has_opened = True
-                room = _Room(ROOM, SenderMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0))
+                machine = SenderMachine(ROOM, rank=self._number, deadlines=DEADLINES, now=0.0)
+                room: _Room = SendingRoom(machine, self)
                 self._opened_room = room
                 before = self._table.add(room)
                 self._table.handled(ROOM)
                 for receiver, message in before:
-                    self._deliver(room, receiver, message, out)
+                    self._deliver(room, receiver, message)
             case ("submit",):
                 self.has_submitted = True
                 for number in range(self._chunks):
                     part = ChunkPart("kv", number, np.array([number], np.int64))
                     chunk = Chunk(number=number, parts=(part,), is_last=number == self._chunks - 1, aux=b"t")
-                    self._apply(ChunkSubmitted(chunk), out)
+                    self._apply(ChunkSubmitted(chunk))
             case ("abort",):
-                self._apply(AbortRequested("the client left"), out)
+                self._apply(AbortRequested("the client left"))
             case ("late",):
-                self._apply(Tick(), out, now=_LATE)
+                self._now = _LATE
+                self._apply(Tick())
+                self._now = 0.0
             case ("message", decode, data):
-                self._received(decode, codec.decode_to_prefill(data), out)
+                self._received(decode, codec.decode_to_prefill(data))
             case ("lost", decode):
-                self._lose(decode_name(decode), out)
+                self._lose(decode_name(decode))
             case ("landed", decode, sequence):
-                self._answer(decode, self._connections.end_write(decode_name(decode)), out)
-                self._apply(WriteDone(decode_name(decode), sequence), out)
+                self._answer(decode, self._connections.end_write(decode_name(decode)))
+                self._apply(WriteDone(decode_name(decode), sequence))
             case ("failed", decode, sequence):
                 self._connections.broke_off(decode_name(decode))
-                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("it broke"), True), out)
+                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("it broke"), True))
             case ("settled", decode, sequence, span):
                 if span is not None:
-                    self._release(decode, span, out)
-                self._answer(decode, self._connections.end_write(decode_name(decode)), out)
-                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("it broke")), out)
+                    self._release(decode, span)
+                self._answer(decode, self._connections.end_write(decode_name(decode)))
+                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("it broke")))
             case ("next use",):
                 for receiver, message in self._table.expired(_LATE):
-                    self._fail(receiver, message, TransferFailedError("nobody came"), out)
+                    self._fail(receiver, message, TransferFailedError("nobody came"))
                 self.use += 1
                 self.has_opened = self.has_submitted = False
                 self._opened_room = None
-        return out
+                self._through = {}
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def _send(self, decode: int, message: Message, out: list[Output]) -> None:
+    def _send(self, decode: int, message: Message) -> None:
         ready = self._connections.channels.outgoing(decode_name(decode), message)
-        out += [("down", decode, codec.encode(each)) for each in ready]
+        self._out += [("down", decode, codec.encode(each)) for each in ready]
 
-    def _received(self, decode: int, message: messages.ToPrefill, out: list[Output]) -> None:
+    def _received(self, decode: int, message: messages.ToPrefill) -> None:
         name = decode_name(decode)
         match message:
             case messages.Attach():
                 if self._connections.attach(message):
                     rank = decode_rank(decode, self._decodes)
                     for _, generation in self._table.attached(name):
-                        self._not_opened(name, rank, generation, out)
+                        self._not_opened(name, rank, generation)
                 if self._connections.is_latest(message):
-                    self._answer(decode, self._connections.confirmation(name), out)
+                    self._answer(decode, self._connections.confirmation(name))
             case messages.Numbered():
                 taken = self._connections.channels.take(name, message)
                 if taken is None:
-                    self._answer(decode, [self._connections.not_attached()], out)
+                    self._answer(decode, [self._connections.not_attached()])
                 for each in taken or ():
                     match each:
                         case messages.OpenRoom():
-                            self._take_open(name, each, out)
+                            self._take_open(name, each)
                         case messages.Credit():
                             self._connections.credited(name, each)
-                            self._post_waiting(out)
+                            self._post_waiting()
             case messages.Ping():
-                self._answer(decode, self._connections.answer(name, message), out)
+                self._answer(decode, self._connections.answer(name, message))
             case messages.AbortRoom():
                 channels = self._connections.channels
                 is_unopened = channels.take_back(name, message.epoch, message.number)
                 is_unopened |= self._table.is_dropped(name, message)
-                self._aborted(name, message, is_unopened, out)
+                self._aborted(name, message, is_unopened)
 
-    def _answer(self, decode: int, answers: Iterable[Message], out: list[Output]) -> None:
-        out += [("down", decode, codec.encode(each)) for each in answers]
+    def _answer(self, decode: int, answers: Iterable[Message]) -> None:
+        self._out += [("down", decode, codec.encode(each)) for each in answers]
 
-    def _take_open(self, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
+    def _take_open(self, name: str, message: messages.OpenRoom) -> None:
         try:
             if self._connections.ready(name) is None:
                 raise PeerDisconnectedError(f"{name} must attach before it opens rooms")
             room = self._table.open_request(name, message, 0.0, rank=self._connections.rank(name))
         except KVFerryError as error:
             self._table.ended(name, message.room, message.generation, error)
-            self._fail(name, message, error, out)
+            self._fail(name, message, error)
             if isinstance(error, PeerDisconnectedError):
-                self._not_opened(name, self._connections.rank(name), message.generation, out)
+                self._not_opened(name, self._connections.rank(name), message.generation)
         else:
             if room is not None:
-                self._opened(room, name, message, out)
+                self._opened(room, name, message)
 
-    def _deliver(self, room: _Room, name: str, message: RoomMessage, out: list[Output]) -> None:
+    def _deliver(self, room: _Room, name: str, message: RoomMessage) -> None:
         match message:
             case messages.OpenRoom():
                 if self._connections.ready(name) is not None:  # else it was lost meanwhile
-                    self._opened(room, name, message, out)
-            case messages.AbortRoom() | messages.RefuseRoom():
-                self._apply(ReceiverMessage(name, message), out)
+                    self._opened(room, name, message)
+            case messages.AbortRoom():
+                room.aborted(name, message, None)
+                self._moved(room)
+            case messages.RefuseRoom():
+                room.refused(name, message, None)
+                self._moved(room)
 
-    def _opened(self, room: _Room, name: str, message: messages.OpenRoom, out: list[Output]) -> None:
-        known = room.generations.get(name)
-        is_for_next_use = room.machine.state is TransferState.SUCCESS if known is None else known != message.generation
-        if is_for_next_use:
-            room.next_opens[name] = message
+    def _opened(self, room: _Room, name: str, message: messages.OpenRoom) -> None:
+        if not room.takes(name, message):
             return
         connection = self._connections.ready(name)
         assert connection is not None
-        room.generations[name] = message.generation
-        room.connections[name] = connection.number
+        self._through[name] = connection.number
         stop = self._chunks * PAGE_TOKENS
         wanted: Mapping[str, GroupRequest] = {
             "kv": GroupRequest("kv", 0, 0, stop, 0, PageNumbers.of(np.arange(self._chunks)))
@@ -264,23 +258,19 @@ class PrefillNode:
                 request=ReceiverRequest(tokens=None, wanted=wanted, routes=(_ROUTE,) * (self._number in writers)),
                 sends_aux=self._number == 0,
                 rank=rank,
-            ),
-            out,
+            )
         )
 
-    def _aborted(self, name: str, message: messages.AbortRoom, is_unopened: bool, out: list[Output]) -> None:
+    def _aborted(self, name: str, message: messages.AbortRoom, is_unopened: bool) -> None:
         room = self._table.abort(name, message, 0.0, is_unopened=is_unopened)
         if room is None:
-            self._drained(name, message.generation, out, after_failure=name in self._connections.last_failures)
+            self._drained(name, message.generation, after_failure=name in self._connections.last_failures)
         else:
-            kept = room.next_opens.get(name)
-            if kept is not None and kept.generation == message.generation:
-                del room.next_opens[name]
-            self._apply(ReceiverMessage(name, message), out)
+            self._deliver(room, name, message)
         if is_unopened:
-            self._not_opened(name, self._connections.rank(name), message.generation, out)
+            self._not_opened(name, self._connections.rank(name), message.generation)
 
-    def _not_opened(self, name: str, rank: DecodeRank | None, generation: int, out: list[Output]) -> None:
+    def _not_opened(self, name: str, rank: DecodeRank | None, generation: int) -> None:
         """Ends a room that a decode rank will not open, if it is known which that is."""
         if rank is None:
             return
@@ -293,23 +283,24 @@ class PrefillNode:
             reason="",
         )
         if self._table.is_new_refusal(name, refusal):
-            room = self._table.refused_by(name, refusal, 0.0)
-            if room is not None:
-                self._deliver(room, name, refusal, out)
-                if room.machine.state is TransferState.FAILED:
-                    room.generations.setdefault(name, generation)
+            self._refuse(name, refusal)
 
-    def _fail(self, name: str, message: messages.OpenRoom, error: KVFerryError, out: list[Output]) -> None:
-        self._failed(name, message.generation, error, out)
-        self._drained(name, message.generation, out, after_failure=name in self._connections.last_failures)
+    def _refuse(self, name: str, message: messages.RefuseRoom) -> None:
+        room = self._table.refused_by(name, message, 0.0)
+        if room is not None:
+            self._deliver(room, name, message)
 
-    def _failed(self, name: str, generation: int, error: Exception, out: list[Output]) -> None:
+    def _fail(self, name: str, message: messages.OpenRoom, error: KVFerryError) -> None:
+        self._failed(name, message.generation, error)
+        self._drained(name, message.generation, after_failure=name in self._connections.last_failures)
+
+    def _failed(self, name: str, generation: int, error: Exception) -> None:
         failed = messages.RoomFailed(
             room=ROOM, generation=generation, writer=self._number, error=type(error).__name__, reason=""
         )
-        self._send(number_of(name), failed, out)
+        self._send(number_of(name), failed)
 
-    def _drained(self, name: str, generation: int, out: list[Output], *, after_failure: bool) -> None:
+    def _drained(self, name: str, generation: int, *, after_failure: bool) -> None:
         drained = messages.Drained(
             endpoint=prefill_name(self._number),
             room=ROOM,
@@ -317,68 +308,87 @@ class PrefillNode:
             writer=self._number,
             after_failure=after_failure,
         )
-        self._send(number_of(name), drained, out)
+        self._send(number_of(name), drained)
 
-    def _lose(self, name: str, out: list[Output]) -> None:
+    def _lose(self, name: str) -> None:
         """Gives a decode rank up that may live."""
         rank = self._connections.rank(name)
         self._connections.lose(name)
         rooms, aborts = self._table.forget_receiver(name, 0.0)
         if any(room is self._opened_room for room in rooms):
-            self._apply(ReceiverLost(name, PeerDisconnectedError("silent for too long")), out)
+            self._apply(ReceiverLost(name, PeerDisconnectedError("silent for too long")))
         for message in aborts:
-            self._not_opened(name, rank, message.generation, out)
+            self._not_opened(name, rank, message.generation)
 
     # ---- the room -----------------------------------------------------------------------------------------------
 
-    def _apply(self, event: SenderEvent, out: list[Output], now: float = 0.0) -> None:
+    def _apply(self, event: SenderEvent) -> None:
         room = self._opened_room
-        if room is None:
-            return
-        refused: list[WriteFailed] = []
-        for command in room.machine.handle(event, now):
-            match command:
-                case Write(receiver=name, generation=generation, sequence=sequence):
-                    if self._connections.begin_write(name, room.connections[name]):
-                        self._write(number_of(name), generation, sequence, out)
-                    else:
-                        refused.append(WriteFailed(name, sequence, PeerDisconnectedError("not connected any more")))
-                case AwaitTurn():
-                    self._apply(TurnCame(), out)
-                case SendFinish(name, generation, chunks, aux):
-                    finished = messages.WriterFinished(
-                        room=ROOM, generation=generation, writer=self._number, chunks=chunks, aux=aux
-                    )
-                    out.append(("notify", number_of(name), codec.encode(finished)))
-                    self._apply(FinishSent(name), out)
-                case SendFailed(name, generation, error):
-                    self._failed(name, generation, error, out)
-                case SendDrained(name, generation, after_failure):
-                    is_another = room.generations.get(name) != generation
-                    after_failure |= is_another and name in self._connections.last_failures
-                    self._drained(name, generation, out, after_failure=after_failure)
+        if room is not None:
+            room.apply(event, None)
+            self._moved(room)
+
+    def _moved(self, room: _Room) -> None:
+        """Does what follows a turn of the room: fails writes that cannot go on, and forgets the room."""
+        refused, self._refused = self._refused, []
         for each in refused:
-            self._apply(each, out)
-        room.was_open |= room.machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED)
+            self._apply(each)
         if room.machine.state is TransferState.FAILED:
             waiting, self._waiting = self._waiting, []
             for decode, _, sequence in waiting:
-                self._answer(decode, self._connections.end_write(decode_name(decode)), out)
-                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("the room has failed")), out)
+                self._answer(decode, self._connections.end_write(decode_name(decode)))
+                self._apply(WriteFailed(decode_name(decode), sequence, TransportError("the room has failed")))
         if room.machine.is_done and self._room is room:
             self._table.remove(room, 0.0)
-            for name, opened in room.next_opens.items():
-                self._take_open(name, opened, out)
+            room.pass_next_on()
 
-    def _write(self, decode: int, generation: int, sequence: int, out: list[Output]) -> None:
+    def now(self) -> float:
+        return self._now
+
+    def post(self, event: SenderEvent) -> None:
+        self._apply(event)
+
+    def write(self, command: Write, _: None) -> None:
+        name = command.receiver
+        if self._connections.begin_write(name, self._through[name]):
+            self._write(number_of(name), command.generation, command.sequence)
+        else:
+            error = PeerDisconnectedError("not connected any more")
+            self._refused.append(WriteFailed(name, command.sequence, error))
+
+    def notify(self, command: SendFinish) -> None:
+        finished = messages.WriterFinished(
+            room=ROOM, generation=command.generation, writer=self._number, chunks=command.chunks, aux=command.aux
+        )
+        self._out.append(("notify", number_of(command.receiver), codec.encode(finished)))
+        self._apply(FinishSent(command.receiver))
+
+    def tell_failed(self, command: SendFailed) -> None:
+        self._failed(command.receiver, command.generation, command.error)
+
+    def tell_drained(self, command: SendDrained, *, is_another_use: bool) -> None:
+        name = command.receiver
+        after_failure = command.after_failure or (is_another_use and name in self._connections.last_failures)
+        self._drained(name, command.generation, after_failure=after_failure)
+
+    def pass_on(self, receiver: str, message: RoomMessage) -> None:
+        match message:
+            case messages.OpenRoom():
+                self._take_open(receiver, message)
+            case messages.AbortRoom():
+                self._aborted(receiver, message, is_unopened=False)
+            case messages.RefuseRoom():
+                self._refuse(receiver, message)
+
+    def _write(self, decode: int, generation: int, sequence: int) -> None:
         """Posts a write: every other one is staged."""
         if sequence % 2 == 0:
-            out.append(("write", decode, generation, sequence, None))
+            self._out.append(("write", decode, generation, sequence, None))
             return
         self._waiting.append((decode, generation, sequence))
-        self._post_waiting(out)
+        self._post_waiting()
 
-    def _post_waiting(self, out: list[Output]) -> None:
+    def _post_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
         for decode, generation, sequence in waiting:
             is_behind = any(each == decode for each, _, _ in self._waiting)
@@ -386,8 +396,8 @@ class PrefillNode:
             if span is None:
                 self._waiting.append((decode, generation, sequence))
             else:
-                out.append(("write", decode, generation, sequence, span))
+                self._out.append(("write", decode, generation, sequence, span))
 
-    def _release(self, decode: int, span: RingSpan, out: list[Output]) -> None:
+    def _release(self, decode: int, span: RingSpan) -> None:
         name = prefill_name(self._number)
-        self._send(decode, messages.SpanReleased(endpoint=name, after_failure=True, **span._asdict()), out)
+        self._send(decode, messages.SpanReleased(endpoint=name, after_failure=True, **span._asdict()))

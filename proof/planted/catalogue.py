@@ -289,7 +289,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "pages are the caller's again while a write reads them",
-        "endpoint/prefill/room.py",
+        "endpoint/prefill/room_actor.py",
         "pages_reusable=machine.is_done)",
         "pages_reusable=machine.state.is_final)",
         "tests/unit/staging/test_order_on_device.py",

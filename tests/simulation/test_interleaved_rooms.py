@@ -16,7 +16,7 @@ from tests.support.tiers import Tier
 
 from kvferry.endpoint.prefill import decode_ranks, rooms
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived
+from kvferry.endpoint.prefill.room_actor import OpenReceived
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.run_queue import RunQueue
@@ -160,7 +160,7 @@ REQUEST = OpenRoom(room=1, generation=5, receivers=1, tokens=None, groups=())
 @pytest.fixture
 def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], list[Any]]:
     """Has rooms keep what they are given, and returns that of one."""
-    monkeypatch.setattr(rooms, "SendingRoom", Room)
+    monkeypatch.setattr(rooms, "RoomActor", Room)
     return lambda room: room.given
 
 

@@ -22,7 +22,7 @@ from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
 from kvferry.control.process_identity import Sight
-from kvferry.endpoint.prefill.room import SendingRoom
+from kvferry.endpoint.prefill.room_actor import RoomActor
 from kvferry.errors import KVFerryError
 from kvferry.layout import (
     RankCoordinates,
@@ -242,7 +242,7 @@ def test_a_room_whose_writes_get_on_does_not_time_out_on_the_wire(monkeypatch: p
 def test_a_write_has_time_as_long_as_others_to_the_same_rank_end(is_known: bool, monkeypatch: pytest.MonkeyPatch):
     """Sixteen rooms share the wire: every 2 to 28 s one is through, and the last after 240 s."""
     if not is_known:
-        monkeypatch.setattr(SendingRoom, "_take_over_progress", lambda room: None)
+        monkeypatch.setattr(RoomActor, "_take_over_progress", lambda room: None)
     most_mib = sum(range(1, ROOM_PAGES + 1)) * PAGE_BYTES / 2**20
     machines = Machines(most_mib * 2**20 / 240, seed=1, direct_mib=most_mib, direct_receiver_mib=most_mib)
     transfers: list[Sender | Receiver] = []

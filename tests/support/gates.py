@@ -31,7 +31,7 @@ PLACES = {
     # On a prefill rank: everything is written, and the receiver is to be told. By room.
     "finish": _Place(REAL, "notify", lambda _, peer, data: decode_notification(data).room),
     # On a prefill rank: a decode rank has given a room up. By room.
-    "abort": _Place(SendingRoom, "_aborted", lambda room, *_: room.room),
+    "abort": _Place(SendingRoom, "aborted", lambda room, *_: room.room),
     # On a decode rank: a part is in staging memory and belongs into its pages. By room.
     "scatter": _Place(ScatterTask, "run", lambda task, _: task.room.room),
 }

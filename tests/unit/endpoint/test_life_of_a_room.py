@@ -16,7 +16,7 @@ from tests.support.tiers import Tier
 from tests.support.waiting import eventually
 
 from kvferry import PrefillEndpoint, Receiver, Sender, TransferState
-from kvferry.endpoint.prefill.room import OpenReceived
+from kvferry.endpoint.prefill.room_actor import OpenReceived
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Transfer

@@ -1,411 +1,148 @@
-"""One room on a prefill rank: the actor behind the caller's `Sender`, which runs the state machine."""
+"""One room on a prefill rank: the state machine behind the caller's `Sender`, and what its commands do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from typing import Generic, Protocol, TypeVar
 
-from kvferry.endpoint.prefill.admission import Admitted
-from kvferry.endpoint.prefill.attachment import Attachment
-from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
-from kvferry.endpoint.prefill.room_write import Target
-from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
-from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
-from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
-from kvferry.endpoint.runtime.workers import Worker, WorkerPool
-from kvferry.endpoint.transfer import Sender
-from kvferry.errors import KVFerryError, TransferFailedError
-from kvferry.observe.records import SenderStats, WriteRecord
-from kvferry.observe.status import RoomStatus
-from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
+from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.events import (
-    AbortRequested,
     AwaitTurn,
-    Broke,
-    ChunkSubmitted,
-    FinishSent,
     ReceiverMessage,
-    ReceiverOpened,
     SendDrained,
+    SenderCommand,
     SenderEvent,
     SendFailed,
     SendFinish,
-    Tick,
     TurnCame,
     Write,
-    WriteProgressed,
 )
 from kvferry.protocol.transfer.room_table import RoomMessage
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.states import SenderState, TransferState
+from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import messages
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OpenReceived:
-    """A decode rank's open request for the room."""
-
-    attachment: Attachment
-    message: messages.OpenRoom
+WorkerT = TypeVar("WorkerT", contravariant=True)
+"""Who runs the room's turn."""
 
 
-_AWAITING_CHUNKS = (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
+class RoomPort(Protocol[WorkerT]):
+    """What a room has done outside of itself. Called in its turns only."""
+
+    def now(self) -> float:
+        """Returns the time, in seconds of a steady clock."""
+
+    def post(self, event: SenderEvent) -> None:
+        """Queues an event for one of the room's next turns."""
+
+    def write(self, command: Write, worker: WorkerT) -> None:
+        """Begins a write: `WriteDone` or `WriteFailed` follows."""
+
+    def notify(self, command: SendFinish) -> None:
+        """Tells a receiver that all is written: `FinishSent` follows."""
+
+    def tell_failed(self, command: SendFailed) -> None:
+        """Tells a decode rank that the room cannot be completed."""
+
+    def tell_drained(self, command: SendDrained, *, is_another_use: bool) -> None:
+        """Tells a decode rank that nothing will be written again: for a use of the number that may be another one."""
+
+    def pass_on(self, receiver: str, message: RoomMessage) -> None:
+        """Takes a decode rank's message for whoever has the number now, or will have it."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkReady:
-    """The pages of the first chunk that waited for that hold what is to be sent; or looking whether they do failed."""
+class SendingRoom(Generic[WorkerT]):
+    """A room's state machine, and what belongs to its use of the number. Only the room's own turns change it.
 
-    error: BaseException | None
+    Attributes:
+        machine: decides what is done.
+        generations: of the decode ranks that have opened the room, and of those that refused it.
+        all_open_at: when every receiver had opened it; None if not all have.
+    """
 
-
-RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
-
-
-class SendingRoom(Actor):
-    """Runs one room's state machine on whichever worker is free, and executes its commands."""
-
-    def __init__(
-        self,
-        machine: SenderMachine,
-        workers: WorkerPool,
-        context: PrefillContext,
-        *,
-        pass_on: Callable[[str, RoomMessage], None],
-        forget: Callable[[SendingRoom], None],
-        set_deadline: Callable[[SendingRoom, float | None], None],
-    ) -> None:
-        """Begins with no receivers. The three callables may be called from any worker.
+    def __init__(self, machine: SenderMachine, port: RoomPort[WorkerT]) -> None:
+        """Begins with no receivers.
 
         Args:
-            pass_on: takes a decode rank's message for whoever has the room now, or will have it.
-            forget: drops the room, which is done.
-            set_deadline: is told when the room's next deadline is, every time that something happened in it.
+            port: does what the room wants done outside of itself.
         """
-        run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
-        super().__init__(run_queue)
-        self._gathering = workers.gathering
-        self.room = machine.room
-        self._machine = machine
-        self._context = context
-        self._pass_on = pass_on
-        self._forget = forget
-        self._set_deadline = set_deadline
-        self._receivers: dict[str, ReceiverWrites] = {}  # those that have opened the room
-        self._generations: dict[str, int] = {}  # of the same, and of those that refused it
+        self.machine = machine
+        self.generations: dict[str, int] = {}
+        self.all_open_at: float | None = None
+        self.port = port
         self._next_opens: dict[str, messages.OpenRoom] = {}
-        self._submitted_at: dict[int, float] = {}
-        self._unread = UnreadChunks(
-            machine.room,
-            context.identity.layout.shards,
-            lambda error: self.post(ChunkReady(error)),
-        )
-        self._all_open_at: float | None = None
-        self._writes: list[WriteRecord] = []
-        self._report = RoomReport(machine.room, context.observer, context.now())
-        self._last_submitted_at: float | None = None
-        self._handled_chunks = 0
-        self._pages = 0  # that were handed in
-        self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
-        self.sender = Sender(
-            machine.room,
-            ChunkSequence(machine.room, context.identity.layout.groups, context.identity.layout.shards),
-            partial(run_queue.hand_in, self),
-            lambda reason: self.post(AbortRequested(reason)),
-            context.callbacks,
-            now=context.now,
-            observer=context.observer,
-            report=self._report,
-        )
-
-    def _queue_for(self, event: RoomEvent) -> RunQueue:
-        return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
 
     @property
-    def state(self) -> TransferState:
-        """The state of its transfer; this and what follows may be read from any thread."""
-        return self._machine.state
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that were taken."""
-        return self._handled_chunks
-
-    @property
-    def quarantined_pages(self) -> int:
-        """Pages that a write may still read, though it has failed."""
-        return self._pages if self._machine.detailed_state is SenderState.DRAINING else 0
-
-    def age_s(self, now: float) -> float:
-        """Returns how long ago it was opened, in seconds."""
-        return now - self.sender.stats.opened_at
-
-    def failed_for_s(self, now: float) -> float:
-        """Returns how long ago it ended, in seconds; 0 if it has not."""
-        ended_at = self.sender.stats.ended_at
-        return now - ended_at if ended_at is not None else 0.0
-
-    def status(self, now: float) -> RoomStatus:
-        """Returns the room's status. May be called from any thread."""
-        machine, writes = self._machine, list(self._writes)
-        receivers = list(self._receivers.items())
-        staged = [write for _, receiver in receivers for write in list(receiver.staged.writes.values())]
-        waiting = [name for name, receiver in receivers if receiver.staged.is_waiting]
-        parts = [part for write in staged for part in list(write.parts)]
-        path = staged[-1].choice.path if staged else writes[-1].path if writes else None
-        return RoomStatus(
-            room=self.room,
-            state=machine.state.value,
-            age_s=self.age_s(now),
-            chunks=self._handled_chunks,
-            path=path.value if path is not None else "",
-            moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
-            waits_for=self._waits_for(waiting),
-            peers=tuple(self._generations),
-            quarantined_pages=self.quarantined_pages,
-            failed_for_s=self.failed_for_s(now),
-        )
-
-    def _waits_for(self, waiting: list[str]) -> str:
-        if waiting:
-            return f"staging memory for {', '.join(waiting)}"
-        is_idle = self._machine.is_drained and self._machine.state in _AWAITING_CHUNKS
-        if is_idle and (unready := self._unread.unready) is not None:
-            return f"the caller's signal that chunk {unready.number} is ready"
-        return self._machine.waits_for
-
-    @property
-    def _waiting_chunks(self) -> int:
-        """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
-        waiting = [self._machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
-        return self._handled_chunks - min(
-            (chunk for chunk in waiting if chunk is not None), default=self._handled_chunks
-        )
-
-    @property
-    def deadline(self) -> float | None:
-        """When it must be looked at; None if it has ended."""
-        return self._machine.deadline
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
-        return self._machine.state.is_final
-
-    @property
-    def waits_for_memory(self) -> bool:
-        """Whether a sub-chunk waits for staging memory. May be read from any thread."""
-        return any(receiver.staged.is_waiting for receiver in list(self._receivers.values()))
+    def room(self) -> int:
+        """Its number."""
+        return self.machine.room
 
     @property
     def failed_alone(self) -> bool:
         """Whether the room failed before every receiver had opened it, so that some were not notified yet."""
-        return self._machine.state is TransferState.FAILED and self._all_open_at is None
+        return self.machine.state is TransferState.FAILED and self.all_open_at is None
 
     @property
     def error(self) -> KVFerryError | None:
         """Why it failed, once it has."""
-        return self._machine.error
+        return self.machine.error
 
-    @property
-    def generations(self) -> Mapping[str, int]:
-        """The decode ranks that have opened the room, and the generation of each."""
-        return self._generations
+    def apply(self, event: SenderEvent, worker: WorkerT) -> None:
+        """Passes an event to the machine, and executes its commands."""
+        now = self.port.now()
+        commands = self.machine.handle(event, now)
+        if self.all_open_at is None and self.machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
+            self.all_open_at = now
+        for command in commands:
+            self._execute(command, worker)
 
-    def _is_for_next_use(self, request: OpenReceived) -> bool:
-        """Whether an open request is not for this transfer but for the next one of this number.
+    def _execute(self, command: SenderCommand, worker: WorkerT) -> None:
+        match command:
+            case Write():
+                self.port.write(command, worker)
+            case AwaitTurn():
+                self.port.post(TurnCame())
+            case SendFinish():
+                self.port.notify(command)
+            case SendFailed():
+                self.port.tell_failed(command)
+            case SendDrained(receiver, generation):
+                is_another_use = self.generations.get(receiver) != generation
+                self.port.tell_drained(command, is_another_use=is_another_use)
+
+    def takes(self, receiver: str, message: messages.OpenRoom) -> bool:
+        """Whether an open request is for this transfer, which counts it in. One for the next of this number is kept.
 
         A decode rank may end a room before this rank does, and open the next one.
         """
-        known = self._generations.get(request.attachment.receiver)
-        if known is None:
-            return self._machine.state is TransferState.SUCCESS
-        return known != request.message.generation
+        known = self.generations.get(receiver)
+        is_for_next_use = self.machine.state is TransferState.SUCCESS if known is None else known != message.generation
+        if is_for_next_use:
+            self._next_opens[receiver] = message
+        else:
+            self.generations[receiver] = message.generation
+        return not is_for_next_use
 
-    def _opened(self, request: OpenReceived) -> ReceiverOpened:
-        attachment, message = request.attachment, request.message
-        coordinates = self._context.identity.coordinates
-        elected = attachment.elected(self.room, coordinates.group_rank)
-        if attachment.receiver not in self._receivers:  # else the same request has come again
-            self._receivers[attachment.receiver] = ReceiverWrites(Target(self, attachment, elected, self._context))
-        self._generations[attachment.receiver] = message.generation
-        self._context.observer.requested(self.room, message.trace)
-        return ReceiverOpened(
-            receiver=attachment.receiver,
-            generation=message.generation,
-            expected_receivers=message.receivers,
-            request=message.checked(attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
-            sends_aux=coordinates.is_aux_writer,
-            verifies=attachment.verifies,
-            held=message.held,
-            rank=attachment.rank,
-        )
-
-    def handle(self, event: RoomEvent, worker: Worker) -> None:
-        """Passes an event to the machine, executes its commands, and updates what the caller sees."""
-        is_final = self._machine.state.is_final
-        match event:
-            case OpenReceived():
-                if self._is_for_next_use(event):
-                    self._next_opens[event.attachment.receiver] = event.message
-                else:
-                    self.apply(self._opened(event), worker)
-            case ReceiverMessage(receiver, messages.AbortRoom() as message):
-                self._aborted(receiver, message, worker)
-            case ReceiverMessage(receiver, messages.RefuseRoom() as message):
-                self._refused(receiver, message, worker)
-            case HandedIn() if (self._unread or event.is_ready or not event.completes) and not is_final:
-                self._unread.add(event)
-            case HandedIn():
-                self._take(ReadyChunk(event, event.submitted_at, event.submitted_at), worker)
-            case ChunkReady(error):
-                if (raised := self._unread.signalled(error, self._context.now(), worker.code)) is not None:
-                    self.apply(Broke(raised), worker)
-            case Admitted():
-                self._receivers[event.receiver].direct.post_admitted(event, worker)
-            case PostNextPart():
-                if not is_final:
-                    self._receivers[event.receiver].staged.post_next(worker)
-            case StagedPart():
-                self._receivers[event.receiver].staged.landed(event, worker)
-            case Tick():
-                self._take_over_progress()
-                self.apply(event, worker)
-            case _:
-                self.apply(event, worker)
-        if self._unread and not self._machine.state.is_final:
-            self._take_unread(worker)
-        if self._machine.state is TransferState.FAILED:  # perhaps by what was taken just now
-            self._cancel(worker)
-        self._show()
-
-    def _take(self, ready: ReadyChunk, worker: Worker) -> None:
-        """Takes a chunk whose pages may be read."""
-        chunk = ready.chunk.chunk()
-        self._submitted_at[chunk.number] = ready.ready_at
-        if chunk.is_last:
-            self._last_submitted_at = ready.last_ready_at
-        for part in chunk.parts:
-            if part.stop > self._next_pages.get(part.group, 0):  # else they come again, with other layers
-                self._next_pages[part.group] = part.stop
-                self._pages += len(part.pages)
-        self.apply(ChunkSubmitted(chunk), worker)
-        self._handled_chunks += ready.count
-
-    def _take_unread(self, worker: Worker) -> None:
-        """Takes what may be read and need not wait for more layers; then awaits the next signal."""
-        while (ready := self._unread.next(is_wire_busy=self._machine.is_busy)) is not None:
-            self._take(ready, worker)
-        if not self._machine.state.is_final:
-            self._unread.await_signal(worker)
-
-    def _aborted(self, receiver: str, message: messages.AbortRoom, worker: Worker) -> None:
-        if self._machine.is_done and self._generations.get(receiver) != message.generation:
+    def aborted(self, receiver: str, message: messages.AbortRoom, worker: WorkerT) -> None:
+        """Takes a decode rank's abort."""
+        if self.machine.is_done and self.generations.get(receiver) != message.generation:
             # Came while this room ended. The open request that it aborts was passed on already; so is the abort.
-            self._pass_on(receiver, message)
+            self.port.pass_on(receiver, message)
             return
         kept = self._next_opens.get(receiver)
         if kept is not None and kept.generation == message.generation:
             del self._next_opens[receiver]
         self.apply(ReceiverMessage(receiver, message), worker)
 
-    def _refused(self, receiver: str, message: messages.RefuseRoom, worker: Worker) -> None:
-        if self._machine.is_done:  # came while this room ended, and may be for the next one
-            self._pass_on(receiver, message)
+    def refused(self, receiver: str, message: messages.RefuseRoom, worker: WorkerT) -> None:
+        """Takes a decode rank's refusal."""
+        if self.machine.is_done:  # came while this room ended, and may be for the next one
+            self.port.pass_on(receiver, message)
             return
         self.apply(ReceiverMessage(receiver, message), worker)
-        if self._machine.state is TransferState.FAILED:  # it is not to be notified: the next that it opens is another
-            self._generations.setdefault(receiver, message.generation)
+        if self.machine.state is TransferState.FAILED:  # it is not to be notified: the next that it opens is another
+            self.generations.setdefault(receiver, message.generation)
 
-    def apply(self, event: SenderEvent, worker: Worker) -> None:
-        """Passes an event to the machine, and executes its commands."""
-        now = self._context.now()
-        commands = self._machine.handle(event, now)
-        if self._all_open_at is None and self._machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
-            self._all_open_at = now
-        for command in commands:
-            match command:
-                case Write(receiver, chunk=chunk):
-                    submitted_at = max(self._submitted_at.get(chunk, now), self._all_open_at or 0.0)
-                    self._receivers[receiver].write(command, worker, submitted_at=submitted_at)
-                case AwaitTurn():
-                    self.post(TurnCame())
-                case SendFinish():
-                    self._finish(command)
-                case SendFailed(receiver, generation, error):
-                    self._context.tell_failed(receiver, self.room, generation, error)
-                case SendDrained(receiver, generation, after_failure, error):
-                    # Of another use of the number this room knows nothing.
-                    is_another = self._generations.get(receiver) != generation
-                    after_failure = after_failure or (is_another and receiver in self._context.broken_off)
-                    self._context.tell_drained(
-                        receiver, self.room, generation, after_failure=after_failure, error=error
-                    )
-
-    def broke(self, error: BaseException, worker: Worker) -> None:
-        """Fails the room with an unexpected error."""
-        self.apply(Broke(error), worker)
-        self._cancel(worker)
-        self._show()
-
-    def _cancel(self, worker: Worker) -> None:
-        """Posts nothing more of a room that has failed, and drops what was not ready."""
-        self._handled_chunks += self._unread.drop()
-        error = self._machine.error or TransferFailedError("the room has failed")
-        for receiver in self._receivers.values():
-            receiver.cancel(error, worker)
-
-    def _show(self) -> None:
-        machine = self._machine
-        self._set_deadline(self, machine.deadline)
-        self.sender._proceed(self._handled_chunks, waiting=self._waiting_chunks, is_drained=machine.is_drained)
-        stats = self.sender.stats
-        if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
-            ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None
-            self.sender.stats = SenderStats(
-                opened_at=stats.opened_at,
-                last_submitted_at=self._last_submitted_at,
-                ended_at=ended_at,
-                writes=tuple(self._writes) if machine.state.is_final else (),
-            )
-            if ended_at is not None and stats.ended_at is None:
-                self._report.end()
-                self._context.observer.sent(self.room, self.sender.stats, machine.error)
-        if machine.is_done:
-            self._forget(self)
-            while self._next_opens:
-                self._pass_on(*self._next_opens.popitem())
-        self.sender.prefix_tokens = machine.held_tokens if self._all_open_at is not None else None
-        self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
-
-    def _take_over_progress(self) -> None:
-        """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""
-        if self._machine.state.is_final:
-            return
-        now = self._context.now()
-        for name, receiver in self._receivers.items():
-            self._machine.handle(WriteProgressed(name), receiver.moved_at(now))
-
-    def keep(self, record: WriteRecord) -> None:
-        """Takes the record of a write that is through."""
-        self._writes.append(record)
-        self._report.wrote(record)
-
-    def _finish(self, command: SendFinish) -> None:
-        message = messages.WriterFinished(
-            room=self.room,
-            generation=command.generation,
-            writer=self._context.engine_rank,
-            chunks=command.chunks,
-            aux=command.aux,
-        )
-        try:
-            self._context.transport.notify(command.receiver, self._context.encoded(command.receiver, message))
-        except Exception as error:
-            self.post(FinishSent(command.receiver, error))
-        else:
-            self.post(FinishSent(command.receiver))
+    def pass_next_on(self) -> None:
+        """Passes on what came for the next use of the number. Once the room is done, and forgotten."""
+        while self._next_opens:
+            self.port.pass_on(*self._next_opens.popitem())

@@ -15,7 +15,7 @@ from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
-from kvferry.endpoint.prefill.room import OpenReceived, SendingRoom
+from kvferry.endpoint.prefill.room_actor import OpenReceived, RoomActor
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
@@ -79,9 +79,9 @@ class SendingRooms:
         self.replaced: RankReplacedError | None = None
         self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
-        self._timers: Timers[SendingRoom] = Timers()
+        self._timers: Timers[RoomActor] = Timers()
         self._expected: dict[int, float] = {}  # open rooms that requests of decode ranks wait for, and who said so when
-        self.table: RoomTable[SendingRoom] = RoomTable(
+        self.table: RoomTable[RoomActor] = RoomTable(
             max_rooms=settings.max_rooms,
             max_pending=2 * settings.max_rooms,
             most_page_bytes=MOST_EARLY_PAGE_BYTES,
@@ -101,14 +101,14 @@ class SendingRooms:
         with self._lock:
             return len(self.table.rooms)
 
-    def all(self) -> list[SendingRoom]:
+    def all(self) -> list[RoomActor]:
         """Returns those rooms."""
         with self._lock:
             return list(self.table.rooms.values())
 
     def made(
         self, room: int, tokens: int | None, share_tokens: int | None, depends_on: Mapping[str, bytes] | None
-    ) -> SendingRoom:
+    ) -> RoomActor:
         """Makes a room, which is not open yet; arguments and errors are those of `PrefillEndpoint.open`."""
         share = self._identity.layout.tokens
         if tokens is None and share.partition.depends_on_length:
@@ -125,16 +125,9 @@ class SendingRooms:
             tokens=tokens,
             depends_on=checked_conditions(depends_on, where=f"room {room}"),
         )
-        return SendingRoom(
-            machine,
-            self._workers,
-            self._context,
-            pass_on=self._pass_on,
-            forget=self._forget,
-            set_deadline=self._timers.set,
-        )
+        return RoomActor(machine, self._workers, self._context, self)
 
-    def add(self, room: SendingRoom) -> None:
+    def add(self, room: RoomActor) -> None:
         """Opens a room; errors are those of `PrefillEndpoint.open`."""
         with self._lock:
             check_may_open(
@@ -286,7 +279,7 @@ class SendingRooms:
             if room is not None:
                 room.post(ReceiverMessage(receiver, message))
 
-    def _pass_on(self, receiver: str, message: RoomMessage) -> None:
+    def pass_on(self, receiver: str, message: RoomMessage) -> None:
         """Takes what came to a room while it ended: for whoever has the number now, or will have it."""
         match message:
             case messages.OpenRoom():
@@ -296,7 +289,11 @@ class SendingRooms:
             case messages.RefuseRoom():
                 self._take_refusal(receiver, message)
 
-    def _forget(self, room: SendingRoom) -> None:
+    def set_deadline(self, room: RoomActor, deadline: float | None) -> None:
+        """Takes when a room must be looked at; None if it has ended."""
+        self._timers.set(room, deadline)
+
+    def forget(self, room: RoomActor) -> None:
         """Drops a room that is done."""
         with self._lock:
             self._last_ended_at = self._now()
@@ -403,7 +400,7 @@ class SendingRooms:
 
     # ---- answers ------------------------------------------------------------------------------------------------
 
-    def _deliver(self, room: SendingRoom, receiver: str, message: RoomMessage) -> None:
+    def _deliver(self, room: RoomActor, receiver: str, message: RoomMessage) -> None:
         """Hands a message to its room."""
         match message:
             case messages.RefuseRoom() | messages.AbortRoom():
