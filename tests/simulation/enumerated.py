@@ -38,6 +38,7 @@ SOON: dict[str, Nearest] = {
     "a source given back with the error of its write": Nearest(Law.NO_REUSE_UNDER_A_READ, 5, ONE_CHUNK),
     "a chunk written twice": Nearest(Law.NO_REUSE_UNDER_A_READ, 6),
     "drained while writes fly": Nearest(Law.NO_WRITE_AFTER_RELEASE, 7),
+    "an abort is kept from its room": Nearest(Law.NO_WRITE_AFTER_RELEASE, 7, ONE_CHUNK),
     "no time to settle after a failed write": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
     "a thawed decode rank trusts Drained at once": Nearest(Law.NO_WRITE_AFTER_RELEASE, 9),
     "a second Drained ends the wait for what had been sent": Nearest(Law.NO_WRITE_AFTER_RELEASE, 11),
@@ -47,6 +48,7 @@ SOON: dict[str, Nearest] = {
 CLOSED: dict[str, Nearest] = {
     "nothing sent again": Nearest(Law.ENDS, 2),
     "a failed receiver tells nobody": Nearest(Law.ENDS, 2),
+    "aborts do not say which open request they take back": Nearest(Law.ENDS, 2, ONE_CHUNK),
     "messages of an earlier attempt to attach count": Nearest(Law.ENDS, 5, ONE_CHUNK),
     "arrival counted before the scatter": Nearest(Law.ENDS, 7),
     "messages behind a lost one count": Nearest(Law.ENDS, 12),

@@ -22,6 +22,7 @@ from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.refused_rooms import Refusals, Repetition
+from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill import unread_chunks
 from kvferry.endpoint.prefill.admission import Admission
@@ -29,6 +30,7 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
 from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
@@ -1047,13 +1049,31 @@ def _read_no_more_after_an_error(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderMachine, "handle", handle)
 
 
+def _aborts_kept_from_rooms(patch: pytest.MonkeyPatch) -> None:
+    """A room on a prefill rank does not hear that a decode rank has given it up."""
+    patch.setattr(SendingRoom, "aborted", lambda room, *arguments: None)
+
+
+def _aborts_of_no_request(patch: pytest.MonkeyPatch) -> None:
+    """A room on a decode rank does not say which of its open requests an abort takes back."""
+    right = ReceivingRoom._execute
+
+    def execute(room: ReceivingRoom, command: ReceiverCommand, now: float) -> None:
+        right(room, command, now)
+        room.open_numbers.clear()
+
+    patch.setattr(ReceivingRoom, "_execute", execute)
+
+
 ONLY_ENUMERATED: dict[str, Plant] = {
+    "an abort is kept from its room": _aborts_kept_from_rooms,
+    "aborts do not say which open request they take back": _aborts_of_no_request,
     "a source given back with the error of its write": _read_no_more_after_an_error,
     "repeated messages count again": _repetitions_taken,
     "messages of an earlier attempt to attach count": _earlier_attempts_taken,
 }
-"""Faults that take a message which comes twice, or late, at just that moment: every state is searched for them, and no
-schedules are."""
+"""Faults that take a message which comes twice, or late, at just that moment, or what a room does with it then: every
+state is searched for them, and no schedules are."""
 
 SEEN_WITH: dict[str, frozenset[str]] = {
     "a pod without an object is taken for dead": frozenset({"cut"}),

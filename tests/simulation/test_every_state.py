@@ -17,11 +17,11 @@ FULL = {
     Shape(prefills=1, decodes=1, chunks=1, faults=2): 550_000,
 }
 LONG = {
-    Shape(prefills=2, decodes=2, chunks=1, faults=0): 700_000,
-    Shape(prefills=2, decodes=1, chunks=1, faults=1): 15_500_000,
-    Shape(prefills=1, decodes=2, chunks=1, faults=1): 3_000_000,
-    Shape(prefills=1, decodes=1, chunks=2, faults=2): 7_400_000,
-    Shape(prefills=1, decodes=1, chunks=1, faults=3): 18_900_000,
+    Shape(prefills=2, decodes=2, chunks=1, faults=0): 680_000,
+    Shape(prefills=2, decodes=1, chunks=1, faults=1): 15_000_000,
+    Shape(prefills=1, decodes=2, chunks=1, faults=1): 2_900_000,
+    Shape(prefills=1, decodes=1, chunks=2, faults=2): 7_200_000,
+    Shape(prefills=1, decodes=1, chunks=1, faults=3): 18_300_000,
 }
 
 
