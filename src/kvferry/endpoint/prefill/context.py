@@ -63,6 +63,7 @@ class PrefillContext:
             has connected anew.
         spoken: the versions of the protocol in which decode ranks are spoken to.
         broken_off: decode ranks that what was sent of a failed write may still reach.
+        engine_rank: the rank's number among all of its engine.
     """
 
     identity: Identity
@@ -77,6 +78,10 @@ class PrefillContext:
     write_failed: Callable[[Attachment, Exception], None]
     spoken: SpokenVersions
     broken_off: BrokenOff = field(default_factory=BrokenOff)
+    engine_rank: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.engine_rank = self.identity.coordinates.engine_rank
 
     def encoded(self, receiver: str, message: field_types.Message) -> bytes:
         """Encodes a message or notification for a decode rank.
@@ -85,11 +90,6 @@ class PrefillContext:
             MessageError: if it cannot travel.
         """
         return codec.encode(message, self.spoken.of(receiver))
-
-    @property
-    def engine_rank(self) -> int:
-        """The rank's number among all of its engine."""
-        return self.identity.coordinates.engine_rank
 
     def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
         """Tells a decode rank that this rank cannot complete a room."""

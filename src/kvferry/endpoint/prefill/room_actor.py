@@ -9,18 +9,18 @@ from typing import Protocol, TypeAlias
 from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room import SendingRoom
-from kvferry.endpoint.prefill.room_write import Target
-from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
+from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, Target
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
 from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
-from kvferry.errors import KVFerryError, TransferFailedError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
+from kvferry.plan import TransferPath
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
 from kvferry.protocol.transfer.events import (
     AbortRequested,
@@ -35,6 +35,7 @@ from kvferry.protocol.transfer.events import (
     SendFinish,
     Tick,
     Write,
+    WriteFailed,
     WriteProgressed,
 )
 from kvferry.protocol.transfer.room_table import RoomMessage
@@ -62,6 +63,58 @@ class ChunkReady:
 
 
 RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
+
+
+class ReceiverWrites:
+    """Those of a room to one receiver. Only the room's own turns use it, where nothing else is said.
+
+    Attributes:
+        direct: those into its pages.
+        staged: those through its ring.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """Begins with none."""
+        self._target = target
+        self.direct = DirectWrites(target)
+        self.staged = StagedWrites(target)
+
+    def write(self, command: Write, worker: Worker, *, submitted_at: float) -> None:
+        """Begins a write: it is posted when there is memory for it, or when it is admitted.
+
+        Args:
+            submitted_at: when its chunk was handed in, and all receivers had opened the room.
+        """
+        target, attachment = self._target, self._target.attachment
+        if not attachment.begin_write():
+            self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
+            return
+        begun_at = target.context.now()
+        try:
+            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
+            if choice.path is TransferPath.STAGED:
+                write = StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at)
+                self.staged.writes[command.sequence] = write
+                self.staged.wake()
+                return
+        except Exception as error:
+            attachment.end_write()
+            self._fail(command, error)
+            return
+        self.direct.write(DirectWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at), worker)
+
+    def _fail(self, command: Write, error: Exception) -> None:
+        self._target.report_failure(error)
+        self._target.room.post(WriteFailed(command.receiver, command.sequence, error))
+
+    def cancel(self, error: KVFerryError, worker: Worker) -> None:
+        """Posts nothing more."""
+        self.direct.drop()
+        self.staged.cancel(error, worker)
+
+    def moved_at(self, now: float) -> float:
+        """Returns when something last got on that the writes wait for, also others' to the same receiver."""
+        return max(self.direct.moved_at, min(self.staged.moved_at, now), self._target.attachment.moved_at)
 
 
 class AllRooms(Protocol):
