@@ -992,8 +992,8 @@ CATALOGUE = (
     ),
     PlantedFault(
         "prefill ranks that send nothing do not know the prefix",
-        "endpoint/decode/rooms.py",
-        "held=max((group.held for group in room.groups), default=0)",
+        "endpoint/decode/room.py",
+        "held=max((group.held for group in self.groups), default=0)",
         "held=0",
         "tests/unit/endpoint/test_exchange.py",
     ),
