@@ -124,6 +124,8 @@ def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -
 def check_stages(model: Path, undivided: EngineProcess, side: str) -> None:
     """Two pipeline stages on one side, and one on the other, generate what the undivided engine does.
 
+    The control comes first: stages that do not agree on what became of it have unequal memory for the others.
+
     Args:
         side: the one with two: prefill or decode.
     """
@@ -142,13 +144,13 @@ def check_stages(model: Path, undivided: EngineProcess, side: str) -> None:
     }
     prefill, decode = begun["prefill"], begun["decode"]
     try:
+        refuse_another_prompt(prefill.started(), decode.started(), port)
         given = prompts(11, 6, shortest=20, longest=400)
         rooms = [next(ROOMS) for _ in given]
-        for engine in (prefill.started(), decode.started()):
+        for engine in (prefill, decode):
             engine.submit(given, TOKENS, rooms=rooms, port=port)
         prefill.outputs()
         assert_equal(decode.outputs(), undivided.generate(given, TOKENS))
-        refuse_another_prompt(prefill, decode, port)
     finally:
         prefill.close()
         decode.close()

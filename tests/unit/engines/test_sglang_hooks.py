@@ -26,6 +26,9 @@ from kvferry.engines.sglang.names import (
     DECODE_MANAGER,
     KV_CLASS,
     PREFILL_MANAGER,
+    STAGE_ADMITS,
+    STAGE_TAKES,
+    STAGES_ENDED,
     STATE_ARGS,
     TRANSFER_QUEUE,
     UPDATE_BEGINS,
@@ -40,7 +43,9 @@ log = logging.getLogger("sglang")
 
 MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
 WEIGHTS = [*UPDATES, UPDATE_BEGINS, UPDATE_ENDS, WEIGHTS_NAMED]
-ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP, *WEIGHTS]
+STAGES = [STAGES_ENDED, STAGE_TAKES, STAGE_ADMITS]
+REQUESTS = [TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP]
+ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, *REQUESTS, *STAGES, *WEIGHTS]
 
 
 class HookType(Enum):
@@ -88,7 +93,7 @@ class FakeSGLang:
         prefill = self._module("sglang.srt.disaggregation.prefill")
         prefill.PrefillBootstrapQueue = self._making_queue_class()
         prefill.SchedulerDisaggregationPrefillMixin = self._mixin_class()
-        for target in WEIGHTS:
+        for target in (*STAGES, *WEIGHTS):
             self._add_method(target)
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")
@@ -239,6 +244,14 @@ def test_without_its_plug_in_nothing_is_served(sglang: FakeSGLang, caplog: pytes
     assert sglang.choices == ["nixl"], "SGLang refuses a backend that it does not know"
     with pytest.raises(EngineContractError, match="its plug-in was not registered in this process"):
         hooks.check_hooks()
+
+
+def test_stages_of_another_backend_agree_as_sglang_has_it(sglang: FakeSGLang):
+    mixin = sys.modules["sglang.srt.managers.scheduler_pp_mixin"].SchedulerPPMixin
+    mixin.process_decode_transfer_queue = lambda self, release_rids: release_rids
+    sglang.start()
+    sglang.context.disaggregation_transfer_backend = "mooncake"
+    assert mixin().process_decode_transfer_queue(["a request"]) == ["a request"]
 
 
 @pytest.mark.parametrize("lost", ALL)

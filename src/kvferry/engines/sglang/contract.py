@@ -21,6 +21,9 @@ from kvferry.engines.sglang.names import (
     KV_CLASS,
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
+    STAGE_ADMITS,
+    STAGE_TAKES,
+    STAGES_ENDED,
     STATE_ARGS,
     TERMINATED,
     TRANSFER_QUEUE,
@@ -329,6 +332,20 @@ _RECEIVER: tuple[Line, ...] = (
     ),
 )
 
+_STAGES: tuple[Line, ...] = (
+    Signature(where(STAGES_ENDED), "self", "ours in its place says which transfers have failed on a stage"),
+    Signature(where(STAGE_TAKES), "self, release_rids", "our hook on it tells later stages of failed transfers"),
+    Signature(where(STAGE_ADMITS), "self, prealloc_rids", "our hook on it admits later what had no memory yet"),
+    *(
+        Mentions(where(hooked), used, "stages agree by it")
+        for hooked, used in {
+            STAGES_ENDED: ("pp_group", "get_rids", "_pp_recv_pyobj_from_prev_stage"),
+            STAGE_TAKES: ("disagg_decode_transfer_queue", "pop_transferred"),
+            STAGE_ADMITS: ("disagg_decode_prealloc_queue", "pop_preallocated"),
+        }.items()
+    ),
+)
+
 _BOTH: tuple[Line, ...] = (
     Members(
         f"{_BASE}:KVPoll",
@@ -411,7 +428,7 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
                 yield line
 
 
-_SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_REQUEST, *_BOTH)
+_SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_STAGES, *_REQUEST, *_BOTH)
 
 LAYERS = (
     Contract(

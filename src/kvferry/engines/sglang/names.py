@@ -24,6 +24,11 @@ UPDATE_BEGINS = f"{_UPDATER}.begin_weight_update"
 UPDATE_ENDS = f"{_UPDATER}.end_weight_update"
 WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
 
+_STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"
+STAGES_ENDED = f"{_STAGES}._pp_pd_get_decode_transferred_ids"
+STAGE_TAKES = f"{_STAGES}.process_decode_transfer_queue"
+STAGE_ADMITS = f"{_STAGES}.process_prealloc_queue"
+
 MOVE_GATE = f"{_DISAGGREGATION}.utils.unified_memory_disagg_move_gate"
 UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfer_backends"
 

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import hooks, layer_steps, pools, termination, weights
+from kvferry.engines.sglang import consensus, hooks, layer_steps, pools, termination, weights
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
@@ -28,6 +28,9 @@ from kvferry.engines.sglang.names import (
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
     SCHEDULER_STARTS,
+    STAGE_ADMITS,
+    STAGE_TAKES,
+    STAGES_ENDED,
     STATE_ARGS,
     TERMINATED,
     TRANSFER_QUEUE,
@@ -135,6 +138,21 @@ def _register() -> None:
         if get_disagg().disaggregation_transfer_backend in ours:
             termination.close_endpoints(scheduler)
 
+    def where_ours(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(original: Callable[..., Any], scheduler: Any, *given: Any) -> Any:
+            from sglang.srt.runtime_context import get_disagg
+
+            is_ours = get_disagg().disaggregation_transfer_backend in ours
+            return change(original, scheduler, *given) if is_ours else original(scheduler, *given)
+
+        return changed
+
+    # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
+    stages = (
+        Hook(STAGES_ENDED, where_ours(consensus.agree_on_ended), "AROUND"),
+        Hook(STAGE_TAKES, where_ours(consensus.take_ended), "AROUND"),
+        Hook(STAGE_ADMITS, where_ours(consensus.admit), "AROUND"),
+    )
     # Without these, caches of weights that were replaced would be taken for those of the ones before.
     updates = (
         *(Hook(update, weights.around_update, "AROUND") for update in UPDATES),
@@ -161,6 +179,7 @@ def _register() -> None:
         Hook(CREATE_SENDER, around_a_request, "AROUND"),
         Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
         *updates,
+        *stages,
         *(hook for hook in (starts, steps) if hook.has_target),
         *(unified if all(hook.has_target for hook in unified) else ()),
         *(hook for hook in ends if hook.has_target),
