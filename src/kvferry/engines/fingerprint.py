@@ -53,6 +53,7 @@ class CacheIdentity:
         attention_window: which tokens each layer attends to: cached values of higher layers depend on it.
         quantization: how the weights are quantised, by the engine's name for it.
         speculative_model: the draft model's weights; empty without one. One side alone may have one.
+        metadata_rows: the sizes of what the engine sends beside a cache; empty where it sends nothing of its own.
         multimodal_inputs: by what images and the like in `request_conditions` are told apart; empty for models that
             take none. An engine's digests of one image may differ between two servers.
     """
@@ -68,6 +69,7 @@ class CacheIdentity:
     attention_window: str
     quantization: str
     speculative_model: str = ""
+    metadata_rows: str = ""
     multimodal_inputs: str = ""
 
     def fingerprint(self) -> dict[str, str]:

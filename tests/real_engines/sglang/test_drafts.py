@@ -16,6 +16,7 @@ from tests.real_engines.sglang.test_companions import alone
 from tests.real_engines.sglang.test_ranks import Pair, pair
 from tests.support.crossings import cross
 
+from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.pools import around_managers
 
 __all__ = ["alone", "pair"]  # fixtures
@@ -154,3 +155,29 @@ def test_pages_may_differ_in_size(pair: Pair, heads: int | None):
     begin(pair, lambda page=16, **where: DraftedRank(heads=heads, page=page, **where), 2, 1, page=32)
     sides = (pair.prefill.managers, pair.decode.managers)
     cross(*([(each.place.coordinates, each._layout) for each in managers] for managers in sides))
+
+
+def _metadata(hidden_size: int) -> tuple[utils.MetadataBuffers, MetadataRows]:
+    """SGLang's buffers where a draft takes hidden states of that size, and ours over them."""
+    buffers = utils.MetadataBuffers(
+        4, hidden_size, torch.bfloat16, max_sampling_mask_tokens=8, output_dsa_topk_indices_dim=0
+    )
+    addresses, _, row_bytes = buffers.get_buf_infos()
+    return buffers, MetadataRows(tuple(addresses), tuple(row_bytes))
+
+
+def test_what_a_draft_begins_with_comes_with_the_first_token():
+    """Its first proposals and the model's hidden states, to the row of another request."""
+    (sent, from_rows), (received, to_rows) = _metadata(96), _metadata(96)
+    seed = {"output_topk_p": 16, "output_topk_index": 16, "output_hidden_states": 96}
+    for number, (name, width) in enumerate(seed.items(), 1):
+        getattr(sent, name)[3] = torch.arange(width) + number
+    to_rows.write(1, from_rows.read(3))
+    for name in seed:
+        assert torch.equal(getattr(received, name)[1], getattr(sent, name)[3]), name
+        assert not getattr(received, name)[[0, 2, 3]].any(), name
+
+
+def test_a_draft_on_one_side_alone_is_seen_in_the_rows():
+    """Of which two servers compare the sizes before any request is computed."""
+    assert _metadata(96)[1].row_bytes != _metadata(16)[1].row_bytes

@@ -34,6 +34,7 @@ IDENTITY = CacheIdentity(
     attention_window="every token",
     quantization="none",
     speculative_model="77aa",
+    metadata_rows="64, 64 bytes",
     multimodal_inputs="by digest",
 )
 CAT, DOG = MultimodalInput("cat", 3, 5), MultimodalInput("dog", 3, 5)

@@ -25,7 +25,7 @@ def identity(**changes: Any) -> Any:
     """A server's, with changes by the names of what is given to `cache_identity`, as "given.model_path"."""
     text = SimpleNamespace(rope_theta=1e6, layer_types=["sliding_attention", "full_attention"])
     objects: dict[str, Any] = {
-        "args": SimpleNamespace(kv_cache_dtype_str="auto", kv_layout=None),
+        "args": SimpleNamespace(kv_cache_dtype_str="auto", kv_layout=None, aux_item_lens=[64, 512, 64]),
         "model": SimpleNamespace(
             hf_text_config=text,
             hf_config=SimpleNamespace(architectures=["Qwen3ForCausalLM"]),
@@ -69,6 +69,7 @@ def test_a_server_says_what_its_caches_are():
         "rope": '{"rope_theta": 1000000.0}',
         "attention_window": '512 tokens, {"layer_types": ["sliding_attention", "full_attention"]}',
         "quantization": "none",
+        "metadata_rows": "64, 512, 64 bytes",
     }
 
 
@@ -89,6 +90,7 @@ def test_a_server_says_what_its_caches_are():
         ("attention_window", {"model__sliding_window_size": None}),
         ("quantization", {"model__quantization": "awq"}),
         ("speculative_model", {"speculative__speculative_algorithm": "EAGLE"}),
+        ("metadata_rows", {"args__aux_item_lens": [64, 512, 8192, 64]}),
     ],
 )
 def test_servers_that_differ_say_so(field: str, changes: dict[str, Any]):

@@ -43,6 +43,7 @@ def cache_identity(
         attention_window=_windows(model, text),
         quantization=_quantization(model, given),
         speculative_model=_speculative(speculative, given.download_dir),
+        metadata_rows=f"{', '.join(map(str, args.aux_item_lens))} bytes",
     )
 
 
