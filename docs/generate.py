@@ -2,12 +2,13 @@
 
 The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
 tables of docs/reliability.md and docs/observability.md from `protocol/transfer/states.py` and `observe/metrics.py`,
-those of docs/caches.md from the plug-ins, docs/families.md from the families that tests build. A test checks that none
-has fallen behind.
+those of docs/caches.md from the plug-ins, docs/families.md from the families that tests build, the spine of
+docs/reading.md from the files that it names. A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,11 +20,25 @@ from pydantic_core import PydanticUndefined
 from tests.simulation import enumerated, pins
 from tests.support.family_cells import Cell, Shape, cells
 
+import kvferry
+from kvferry.endpoint.decode.arrivals import Arrivals
+from kvferry.endpoint.decode.room import ReceivingRoom
+from kvferry.endpoint.prefill.room import SendingRoom
+from kvferry.endpoint.prefill.room_write import DirectWrites
+from kvferry.endpoint.transfer import Transfer
 from kvferry.engines.sglang import cache_kinds as sglang
 from kvferry.engines.vllm import cache_kinds as vllm
 from kvferry.errors import UsageError
+from kvferry.layout import Component, Shard, TokenShare
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus, PeerStatus, Side, StagingStatus
+from kvferry.plan.pair import PairPlan
+from kvferry.plan.pieces import Piece
+from kvferry.plan.requests.chunks import Chunk
+from kvferry.plan.requests.moves import Move
+from kvferry.plan.routes import Route
+from kvferry.protocol.transfer.receiver import ReceiverMachine
+from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import (
     HOLDINGS,
     RECEIVER_TRANSITIONS,
@@ -32,12 +47,48 @@ from kvferry.protocol.transfer.states import (
     TransferState,
     Waits,
 )
+from kvferry.protocol.wire.messages import OpenRoom
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
 
 CACHE_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
 """What each plug-in transfers, by the mark in docs/caches.md."""
+
+SPINE: dict[type, str] = {
+    Component: "A kind of cached state is its axes, and whether a token, a page or a request has an entry.",
+    Shard: "What a rank holds of it is a box, and one formula says at which address each element lies.",
+    TokenShare: "Which token positions a rank holds, under context parallelism: blocks, dealt in a pattern.",
+    Piece: "Boxes and shares are intersected; of ranks that hold the same, one is elected writer, room by room.",
+    Route: "Token positions become ranges that lie together on both sides, cut into units.",
+    PairPlan: "All that a rank may send to another, worked out once, when the two connect.",
+    Chunk: "What a caller submits, and the rules for it: no gap, no repetition, one last chunk.",
+    Move: "A chunk is checked against what a receiver opened, and what it needs of the chunk is selected.",
+    TransferState: "All transitions of both sides, as tables, and which states hold pages.",
+    SenderMachine: "The prefill side: when a chunk is written, when the room ends, when its pages are reusable.",
+    ReceiverMachine: "The decode side: chunks are counted by writer, and who may still write is known.",
+    OpenRoom: "What ranks say to each other, each message with its bounds.",
+    Transfer: "What a caller holds: submit and state, which never block; wait and abort; and when pages are reusable.",
+    SendingRoom: "The room on a prefill rank takes events in order, asks its machine, and starts the writes.",
+    ReceivingRoom: "The room on a decode rank; its driver, in `endpoint/decode/rooms.py`, executes the commands.",
+    DirectWrites: "A write waits until it is admitted, is posted straight into the receiver's pages, and ends once.",
+    Arrivals: "Notifications become the receiver's events, if they are of this use of the room.",
+}
+"""The core in reading order, for docs/reading.md: a class of each file, and what the file says."""
+
+
+def reading_page() -> str:
+    """docs/reading.md with its list of files, and about how long each is."""
+    package = Path(kvferry.__file__).parent
+    rows, total = [], 0
+    for number, (of, sentence) in enumerate(SPINE.items(), 1):
+        path = Path(inspect.getfile(of))
+        lines = round(len(path.read_text().splitlines()), -1)
+        total += lines
+        rows.append(f"| {number} | `{path.relative_to(package)}` | {lines} | {sentence} |")
+    head = ["| | file | lines, about | what it says |", "|---|---|---|---|"]
+    table = "\n".join([*head, *rows, f"| | {len(rows)} files | {total:,} | |"])
+    return _between((DOCS / "reading.md").read_text(), "spine", table)
 
 
 def reliability_page() -> str:
@@ -210,6 +261,7 @@ def main() -> None:
     (DOCS / "observability.md").write_text(observability_page())
     (DOCS / "caches.md").write_text(caches_page())
     (DOCS / "families.md").write_text(families_page())
+    (DOCS / "reading.md").write_text(reading_page())
 
 
 if __name__ == "__main__":

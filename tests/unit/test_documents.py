@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import subprocess
@@ -64,6 +65,21 @@ def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
 
 def test_the_page_on_caches_has_every_kind_that_a_plug_in_knows():
     assert (ROOT / "docs/caches.md").read_text() == docs_program("generate").caches_page(), "run `make docs`"
+
+
+def test_the_page_to_read_first_names_files_that_are_there_and_their_lines_add_up():
+    page = (ROOT / "docs/reading.md").read_text()
+    files = re.findall(r"^\| \d+ \| `(\S+)` \| (\d+) \|", page, flags=re.MULTILINE)
+    read = [len((ROOT / "src/kvferry" / name).read_text().splitlines()) for name, _ in files]
+    assert [int(lines) for _, lines in files] == [round(lines, -1) for lines in read], "run `make docs`"
+    assert f"| | {len(files)} files | {sum(int(lines) for _, lines in files):,} | |" in page
+    assert page == docs_program("generate").reading_page(), "run `make docs`"
+
+
+def test_the_core_is_read_in_an_afternoon():
+    files = {Path(inspect.getfile(of)) for of in docs_program("generate").SPINE}
+    assert len(files) == len(docs_program("generate").SPINE) <= 20
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 5_000
 
 
 def test_the_settings_page_lists_every_setting():
