@@ -53,30 +53,26 @@ FORBIDDEN_WITHOUT_IO = {"asyncio", "httpx", "logging", "os", "queue", "random", 
 }
 
 
-def imports(file: Path, *, also_for_types: bool = False) -> set[str]:
-    """Every module that a file imports, anywhere in it, but not for type checking alone if that is not asked for."""
-    found = set()
-    tree = ast.parse(file.read_text())
-    typing_only = (
-        set()
-        if also_for_types
-        else {
-            id(inner)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-            for inner in ast.walk(node)
-        }
-    )
-    for node in ast.walk(tree):
-        if id(node) in typing_only:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+@cache
+def imports_of(file: Path) -> tuple[frozenset[str], frozenset[str]]:
+    """Every module that a file imports, anywhere in it; and those of them that it does not import for types alone."""
+    found, for_types = list[tuple[ast.stmt, str]](), set[ast.AST]()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for_types.update(ast.walk(node))
+        elif isinstance(node, ast.Import):
+            found += [(node, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{file} uses a relative import"
             assert node.module is not None
-            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            found += [(node, node.module), *((node, f"{node.module}.{alias.name}") for alias in node.names)]
+    return frozenset(name for _, name in found), frozenset(name for node, name in found if node not in for_types)
+
+
+def imports(file: Path, *, also_for_types: bool = False) -> frozenset[str]:
+    """Every module that a file imports, anywhere in it, but not for type checking alone if that is not asked for."""
+    everything, when_run = imports_of(file)
+    return everything if also_for_types else when_run
 
 
 def layer_files(layer: str) -> list[Path]:
