@@ -9,18 +9,20 @@ from tests.support.victims import Step
 
 
 def test_every_pair_occurs_and_every_step_meets_every_kind_of_fault():
-    cases, chosen = list(all_cases()), quick_cases()
+    """In the quick tier, but for the steps of everybody and of every kind of fault, which are the full tier's."""
+    cases, full = list(all_cases()), full_cases()
     for these, those in itertools.permutations(("role", "step", "path", "fault"), 2):
         if {these, those} == {"step", "fault"}:
             continue
+        chosen = full if {these, those} == {"role", "step"} else quick_cases()
         possible = {(getattr(case, these), getattr(case, those)) for case in cases}
         assert {(getattr(case, these), getattr(case, those)) for case in chosen} == possible, (these, those)
-    assert {(case.step, KINDS[case.fault]) for case in chosen} == set(itertools.product(Step, KINDS.values()))
+    assert {(case.step, KINDS[case.fault]) for case in full} == set(itertools.product(Step, KINDS.values()))
 
 
 def test_there_are_few_of_many():
     assert len(set(all_cases())) == len(list(all_cases())) == 280
-    assert len(quick_cases()) < 40
+    assert len(quick_cases()) < 25
     assert {case.role for case in quick_cases()} == set(Role)
 
 
