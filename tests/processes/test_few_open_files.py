@@ -37,6 +37,7 @@ def said(side: str, phase: str, numbers: tuple[int, ...]) -> list[dict[str, Any]
     return answers
 
 
+@pytest.mark.sampled(one_in=2)
 @SIDES
 @NUMBERS
 @pytest.mark.skipif(REAL.name != "nixl", reason="the helper makes endpoints over NIXL")
@@ -49,6 +50,7 @@ def test_an_endpoint_is_made_or_says_which_limit_to_raise(side: str, numbers: tu
     assert not each["outcome"], "with enough of them it is made"
 
 
+@pytest.mark.sampled(one_in=2)
 @SIDES
 @NUMBERS
 @pytest.mark.skipif(REAL.name != "nixl", reason="the helper makes endpoints over NIXL")

@@ -203,6 +203,7 @@ def test_one_connection_of_a_stranger_under_a_decode_ranks_name_ends_nothing(pai
         assert pair.healed_after(since) < 2 * PEER_TIMEOUT_S
 
 
+@pytest.mark.full
 @pytest.mark.sampled(one_in=6, full=2)
 @EVERYWHERE
 def test_a_prefill_rank_that_is_frozen_for_long_has_one_connection_at_a_time(pairs: Pairs, path: str, secret: str):

@@ -48,7 +48,7 @@ def ranks() -> Iterator[list[RankProcess]]:
 @pytest.mark.parametrize(
     ("count", "seconds"), [(4000, 5.0), pytest.param(10_000, 12.0, marks=pytest.mark.full)], ids=["some", "many"]
 )
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize("name", [pytest.param("default", marks=pytest.mark.full), "manifests"])
 @pytest.mark.skipif(REAL.name != "nixl", reason="the ports are NIXL's")
 def test_strangers_at_every_port_keep_nobody_out(ranks: list[RankProcess], name: str, count: int, seconds: float):
     prefill, decode, newcomer = ranks

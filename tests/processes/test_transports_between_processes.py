@@ -277,7 +277,10 @@ class Processes:
         return peer_of(self.name, name, size)
 
 
-@pytest.fixture(params=[pytest.param("nixl", marks=pytest.mark.full), *list(WAYS)[1:]])
+IN_QUICK = "nixl as prefill endpoints have it"  # tests/contract has the others in one process
+
+
+@pytest.fixture(params=[pytest.param(way, marks=() if way == IN_QUICK else pytest.mark.full) for way in WAYS])
 def processes(request: pytest.FixtureRequest) -> Processes:
     try:
         WAYS[request.param].of.check_available()
