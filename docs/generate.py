@@ -69,8 +69,8 @@ SPINE: dict[type, str] = {
     ReceiverMachine: "The decode side: chunks are counted by writer, and who may still write is known.",
     OpenRoom: "What ranks say to each other, each message with its bounds.",
     Transfer: "What a caller holds: submit and state, which never block; wait and abort; and when pages are reusable.",
-    SendingRoom: "The room on a prefill rank takes events in order, asks its machine, and starts the writes.",
-    ReceivingRoom: "The room on a decode rank; its driver, in `endpoint/decode/rooms.py`, executes the commands.",
+    SendingRoom: "The room on a prefill rank: its machine, and what that has done through a port: writes, messages.",
+    ReceivingRoom: "The room on a decode rank, of the same shape; its port is `endpoint/decode/rooms.py`.",
     DirectWrites: "A write waits until it is admitted, is posted straight into the receiver's pages, and ends once.",
     Arrivals: "Notifications become the receiver's events, if they are of this use of the room.",
 }
