@@ -15,9 +15,9 @@ QUICK = {ONE_CHUNK: 12_000}
 FULL = {
     SMALL: 94_000,
     Shape(prefills=1, decodes=1, chunks=1, faults=2): 550_000,
+    Shape(prefills=2, decodes=2, chunks=1, faults=0): 720_000,
 }
 LONG = {
-    Shape(prefills=2, decodes=2, chunks=1, faults=0): 680_000,
     Shape(prefills=2, decodes=1, chunks=1, faults=1): 15_000_000,
     Shape(prefills=1, decodes=2, chunks=1, faults=1): 2_900_000,
     Shape(prefills=1, decodes=1, chunks=2, faults=2): 7_200_000,
