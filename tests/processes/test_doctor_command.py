@@ -98,8 +98,8 @@ def test_strays_do_not_disturb_a_doctor_that_listens():
         while not (answers := stray.receive()):
             stray.socket.poll(100)
         assert msgspec.msgpack.decode(answers[0], type=Seen) == Seen(False)
-        code, found = doctor("--no-wire", "--wire-to", address)
-        assert code == 0, found
+        _, found = doctor("--no-wire", "--wire-to", address)
+        assert "GB/s" in of_the_wire(found)[0]["what"], found  # how fast it is says nothing of strays
         stray.close()
     context.term()
 
