@@ -1,0 +1,221 @@
+"""`kvferry up` under load while servers are killed, weights and adapters replaced: no answer is wrong.
+
+A server that comes back has the first weights and whatever lies in the adapters' folders; an operator, here, gives it
+what the others have. So for a while servers differ, and every answer must be that of one state throughout: of the
+weights and the adapter that any server may have had meanwhile, never of two at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from examples.tiny_model import write
+from tests.real_engines.deployment import Deployment, deployed
+from tests.real_engines.prompts import prompts
+from tests.real_engines.vllm.adapters import write_adapter
+from tests.real_engines.vllm.engine import ENVIRONMENT, EngineProcess, Shape
+from tests.real_engines.vllm.test_changes import load, replace
+
+pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(2400)]
+
+LOAD_S, KILL_EVERY_S, CLIENTS, COUNT = 90.0, 8.0, 6, 8
+SERVERS = ("prefill-0", "decode-0", "decode-1")
+ADAPTERS = ("", "a", "b")  # what requests name; none first
+WEIGHTS, SEEDS = 2, 2  # versions of each
+
+Answers = Mapping[tuple[str, int], Sequence[str]]  # by adapter and number of the prompt, those of every state
+
+
+@dataclass
+class Found:
+    """What the clients saw."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    return write("qwen3", directory / "first"), write("qwen3", directory / "second", seed=12)
+
+
+@pytest.fixture(scope="module")
+def adapters(checkpoints: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    directory = tmp_path_factory.mktemp("adapters")
+    return {name: write_adapter(directory / name, checkpoints[0], seed=0) for name in ADAPTERS if name}
+
+
+def seed_of(adapter: str, version: int) -> int:
+    return 100 * version + ADAPTERS.index(adapter)
+
+
+@pytest.fixture(scope="module")
+def asked() -> list[list[int]]:
+    return prompts(77, 12, shortest=40, longest=400)
+
+
+@pytest.fixture(scope="module")
+def right(checkpoints: tuple[Path, Path], adapters: dict[str, Path], asked: list[list[int]]) -> Answers:
+    """What an engine that works alone answers with every pair of versions; the folders have the first ones after it."""
+    answers: dict[tuple[str, int], list[str]] = {}
+    alone = EngineProcess(Shape(checkpoints[0], adapters=adapters))
+    try:
+        for version in reversed(range(SEEDS)):
+            for name, path in adapters.items():
+                replace(path, str(checkpoints[0]), seed_of(name, version))
+                alone.ask("load_adapter", name)
+            for weights in checkpoints:
+                load(alone, str(weights))
+                for adapter in ADAPTERS:
+                    for number, prompt in enumerate(asked):
+                        alone.submit("alone", prompt, COUNT, adapter=adapter)
+                        words = " ".join(f"w{token}" for token in alone.output("alone").tokens)
+                        answers.setdefault((adapter, number), []).append(words)
+    finally:
+        alone.begin_to_close()
+        alone.close()
+    return answers
+
+
+@pytest.fixture
+def deployment(
+    checkpoints: tuple[Path, Path], adapters: dict[str, Path], right: Answers, tmp_path: Path
+) -> Iterator[Deployment]:
+    options = (
+        *("--dtype", "float32", "--max-model-len", "1024", "--block-size", "32", "--enforce-eager"),
+        *("--kv-cache-memory-bytes", str(64 << 20), "--shutdown-timeout", "20"),
+        *("--enable-lora", "--max-loras", "2", "--max-lora-rank", "8", "--lora-modules"),
+        *(f"{name}={path}" for name, path in adapters.items()),
+    )
+    environment = {**ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    with deployed(checkpoints[0], tmp_path, ("--prefill", "1", "--decode", "2"), options, environment) as started:
+        yield started
+
+
+class Operator:
+    """Gives every server the weights and adapters that all should have; those that are away get them later."""
+
+    def __init__(self, deployment: Deployment, checkpoints: Sequence[Path], adapters: Mapping[str, Path]) -> None:
+        self._deployment, self._checkpoints, self._adapters = deployment, checkpoints, adapters
+        self._urls = {name: deployment.server(name)["url"] for name in SERVERS}
+        self._has: dict[str, tuple[int, int, int]] = {}  # process, weights, version of adapters
+        self.weights = self.version = 0
+
+    def replace_adapters(self, version: int) -> None:
+        for name, path in self._adapters.items():
+            replace(path, str(self._checkpoints[0]), seed_of(name, version))
+        self.version = version
+
+    def bring(self, name: str) -> bool:
+        """Brings a server to that state; whether it is in it now."""
+        try:
+            pid, url = self._deployment.pid_of(name), self._urls[name]
+            had = self._has.get(name)
+            if had == (pid, self.weights, self.version):
+                return True
+            call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._checkpoints[self.weights])}}
+            httpx.post(f"{url}/collective_rpc", json=call, timeout=60).raise_for_status()
+            for adapter, path in self._adapters.items():
+                body = {"lora_name": adapter, "lora_path": str(path), "load_inplace": True}
+                httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+        except (httpx.HTTPError, AssertionError):
+            return False
+        self._has[name] = (pid, self.weights, self.version)
+        return True
+
+
+def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
+    deployment: Deployment,
+    checkpoints: tuple[Path, Path],
+    adapters: dict[str, Path],
+    right: Answers,
+    asked: list[list[int]],
+    capsys: pytest.CaptureFixture[str],
+):
+    operator = Operator(deployment, checkpoints, adapters)
+    found, is_over = Found(), threading.Event()
+
+    def client(first: int) -> None:
+        number = first
+        while not is_over.is_set():
+            adapter, which = ADAPTERS[number % len(ADAPTERS)], number % len(asked)
+            number += CLIENTS
+            try:
+                body = {"model": adapter or deployment.model, "prompt": asked[which], "max_tokens": COUNT}
+                body |= {"temperature": 0, "ignore_eos": True}
+                answer = httpx.post(f"{deployment.url}/v1/completions", json=body, timeout=120)
+            except httpx.HTTPError as error:
+                found.kinds[type(error).__name__] += 1
+                continue
+            if answer.status_code != 200:
+                found.kinds[str(answer.status_code)] += 1
+                time.sleep(0.1)
+                continue
+            text = answer.json()["choices"][0]["text"].strip()
+            found.kinds["right" if text in right[adapter, which] else "wrong"] += 1
+            if text not in right[adapter, which]:
+                found.wrong.append(f"prompt {which}, adapter {adapter!r}: {text}")
+
+    began, kills = time.monotonic(), 0
+    changes = {20.0: (1, 0), 45.0: (1, 1), 65.0: (0, 1)}  # weights, adapters
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        for number in range(CLIENTS):
+            clients.submit(client, number)
+        try:
+            while (passed := time.monotonic() - began) < LOAD_S:
+                if passed > (kills + 1) * KILL_EVERY_S:
+                    try:
+                        os.kill(deployment.pid_of(SERVERS[kills % len(SERVERS)]), signal.SIGKILL)
+                    except (AssertionError, ProcessLookupError):
+                        found.kinds["was away when it was to be killed"] += 1
+                    kills += 1
+                for at in [each for each in changes if passed > each]:
+                    operator.weights, version = changes.pop(at)
+                    if version != operator.version:
+                        operator.replace_adapters(version)
+                for name in SERVERS:
+                    operator.bring(name)
+                time.sleep(0.2)
+        finally:
+            is_over.set()
+    with capsys.disabled():
+        sys.stdout.write(f"\n    {kills} kills: {dict(found.kinds)} ")
+    assert not found.wrong, found.wrong
+    assert found.kinds["right"] > 0
+    assert not changes
+    until("all are back", 400, lambda: all(deployment.server(name)["is_healthy"] for name in SERVERS))
+    until("all have the same", 120, lambda: all(operator.bring(name) for name in SERVERS))
+    state = (SEEDS - 1 - operator.version) * WEIGHTS + operator.weights
+    for (adapter, number), answers in right.items():
+        body = {"model": adapter or deployment.model, "prompt": asked[number], "max_tokens": COUNT, "temperature": 0}
+        answer = httpx.post(f"{deployment.url}/v1/completions", json={**body, "ignore_eos": True}, timeout=120)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["text"].strip() == answers[state]
+    for name in SERVERS:
+        until(f"{name} has its blocks back", 60, partial(has_all_blocks, deployment.server(name)["url"]))
+
+
+def until(what: str, seconds: float, holds: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {seconds:g} s: {what}"
+        time.sleep(0.2)
+
+
+def has_all_blocks(url: str) -> bool:
+    """Whether no request holds any of a server's blocks."""
+    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:kv_cache_usage_perc")) == 0
