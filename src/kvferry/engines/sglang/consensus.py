@@ -19,10 +19,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakKeyDictionary
-
-_owed: WeakKeyDictionary[Any, deque[list[list[str]]]] = WeakKeyDictionary()
-"""What the stage before a scheduler's has admitted, and failed, that the scheduler has not yet, in that order."""
 
 
 def agree_on_ended(_: Callable[..., Any], scheduler: Any) -> list[list[str]]:
@@ -79,7 +75,10 @@ def admit(original: Callable[..., Any], scheduler: Any, prealloc_rids: list[list
     """
     if prealloc_rids is None or scheduler.pp_group.is_first_rank:
         return original(scheduler, prealloc_rids)
-    owed = _owed.setdefault(scheduler, deque())
+    # What the stage before has admitted, and failed, that this one has not yet, in that order.
+    owed: deque[list[list[str]]] | None = getattr(scheduler, "kvferry_owed", None)
+    if owed is None:
+        owed = scheduler.kvferry_owed = deque()
     owed.append(prealloc_rids)
     taken: list[list[str]] = [[], []]
     while owed:

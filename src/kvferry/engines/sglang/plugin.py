@@ -7,7 +7,8 @@ else.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -81,114 +82,128 @@ def _refusal(error: object) -> str:
 
 def _register() -> None:
     from sglang.srt.arg_groups.choices import add_disagg_transfer_backend_choices
-    from sglang.srt.disaggregation import utils
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     enforce(LOADING, engine_version(), warns=False)
     replaces_nixl = PluginSettings().replaces_nixl
-    members = {member.name: member.value for member in utils.TransferBackend}
-    backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
-    ours = {NAME, "nixl"} if replaces_nixl else {NAME}
-
-    def choose(original: Callable[..., Any], backend: Any, kind: Any) -> Any:
-        return our_class(kind) if backend.value in ours and kind.value != "kvargs" else original(backend, kind)
-
-    def keep_until_proven(_: None, queue: Any, *__: Any, **___: Any) -> None:
-        from sglang.srt.environ import envs
-        from sglang.srt.runtime_context import get_disagg
-
-        if get_disagg().disaggregation_transfer_backend in ours:
-            limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
-            hooks.keep_until_proven(queue, limit_is_users=limit.is_set())
-
-    def remember_pools(_: None, *given: Any, **named: Any) -> None:
-        pools.remember_pools(*given, **named)
-
-    def digests_inputs() -> bool:
-        from sglang.srt.environ import envs
-
-        return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
-
-    def allow_unified_memory(original: Callable[..., set[str]], server_args: Any) -> set[str]:
-        return original(server_args) | ours
-
-    def keep_in_place(original: Callable[..., Any], scheduler: Any) -> Any:
-        from sglang.srt.runtime_context import get_disagg
-
-        gate = original(scheduler)
-        return may_move(gate, scheduler) if get_disagg().disaggregation_transfer_backend in ours else gate
-
-    def announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
-        layer_steps.announce(scheduler, request, may_leave=allow_send)
-
-    def start(*_: Any, **__: Any) -> None:
-        from sglang.srt.runtime_context import get_disagg
-
-        if get_disagg().disaggregation_transfer_backend in ours:
-            from kvferry.engines.sglang.options import unset_variables
-
-            unset_variables()
-
-    def announce_end(_: None, handler: Any, *__: Any, **___: Any) -> None:
-        termination.announce(handler.tokenizer_manager)
-
-    def close_endpoints(_: None, scheduler: Any) -> None:
-        from sglang.srt.runtime_context import get_disagg
-
-        if get_disagg().disaggregation_transfer_backend in ours:
-            termination.close_endpoints(scheduler)
-
-    def where_ours(change: Callable[..., Any]) -> Callable[..., Any]:
-        def changed(original: Callable[..., Any], scheduler: Any, *given: Any) -> Any:
-            from sglang.srt.runtime_context import get_disagg
-
-            is_ours = get_disagg().disaggregation_transfer_backend in ours
-            return change(original, scheduler, *given) if is_ours else original(scheduler, *given)
-
-        return changed
-
-    # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
-    stages = (
-        Hook(STAGES_ENDED, where_ours(consensus.agree_on_ended), "AROUND"),
-        Hook(STAGE_TAKES, where_ours(consensus.take_ended), "AROUND"),
-        Hook(STAGE_ADMITS, where_ours(consensus.admit), "AROUND"),
-    )
-    # Without these, caches of weights that were replaced would be taken for those of the ones before.
-    updates = (
-        *(Hook(update, weights.around_update, "AROUND") for update in UPDATES),
-        Hook(UPDATE_BEGINS, weights.around_begin, "AROUND"),
-        Hook(UPDATE_ENDS, weights.around_end, "AROUND"),
-        Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER"),
-    )
-    # Without it variables that it unsets are refused.
-    starts = Hook(SCHEDULER_STARTS, start, "BEFORE")
-    # Without these a server that ends is merely noticed later.
-    ends = (Hook(TERMINATED, announce_end, "AFTER"), Hook(SCHEDULER_ENDS, close_endpoints, "AFTER"))
-    # Where SGLang has not what it is on, layers leave with their step, and KVFERRY_LAYER_RANGES is refused.
-    steps = Hook(BEFORE_STEP, announce_step, "AFTER")
-    # 0.5.22 may not have them: then it has no unified memory with disaggregation.
-    unified = (Hook(UNIFIED_BACKENDS, allow_unified_memory, "AROUND"), Hook(MOVE_GATE, keep_in_place, "AROUND"))
-    around_a_request = around_requests(digests_inputs)
-    added = (
-        Hook(BACKENDS, backends, "REPLACE"),
-        Hook(KV_CLASS, choose, "AROUND"),
-        Hook(PREFILL_MANAGER, pools.around_managers, "AROUND"),
-        Hook(DECODE_MANAGER, pools.around_managers, "AROUND"),
-        Hook(STATE_ARGS, remember_pools, "AFTER"),
-        Hook(TRANSFER_QUEUE, keep_until_proven, "AFTER"),
-        Hook(CREATE_SENDER, around_a_request, "AROUND"),
-        Hook(CREATE_RECEIVER, around_a_request, "AROUND"),
-        *updates,
-        *stages,
-        *(hook for hook in (starts, steps) if hook.has_target),
-        *(unified if all(hook.has_target for hook in unified) else ()),
-        *(hook for hook in ends if hook.has_target),
-    )
+    added = tuple(_hooks(_Changes(frozenset((NAME, "nixl") if replaces_nixl else (NAME,)))))
     for hook in added:
         HookRegistry.register(hook.target, hook.change, HookType[hook.kind])
     _check_when_applied(HookRegistry, added, must_stop=replaces_nixl)
     hooks.remember(added)
     add_disagg_transfer_backend_choices([NAME])
+
+
+@dataclass(frozen=True, slots=True)
+class _Changes:
+    """What hooks do that depends on the backend that the server was told to use.
+
+    Attributes:
+        ours: names of the backends that are kvferry.
+    """
+
+    ours: frozenset[str]
+
+    @property
+    def is_on(self) -> bool:
+        """Whether this server uses one of ours. SGLang knows once it has read its arguments."""
+        from sglang.srt.runtime_context import get_disagg
+
+        return get_disagg().disaggregation_transfer_backend in self.ours
+
+    def where_on(self, change: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns a change around a method of SGLang's that leaves servers with other backends as they are."""
+
+        def changed(original: Callable[..., Any], *given: Any) -> Any:
+            return change(original, *given) if self.is_on else original(*given)
+
+        return changed
+
+    def choose(self, original: Callable[..., Any], backend: Any, kind: Any) -> Any:
+        is_ours = backend.value in self.ours and kind.value != "kvargs"
+        return our_class(kind) if is_ours else original(backend, kind)
+
+    def allow_unified_memory(self, original: Callable[..., set[str]], server_args: Any) -> set[str]:
+        return original(server_args) | self.ours
+
+    def keep_until_proven(self, _: None, queue: Any, *__: Any, **___: Any) -> None:
+        from sglang.srt.environ import envs
+
+        if self.is_on:
+            limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
+            hooks.keep_until_proven(queue, limit_is_users=limit.is_set())
+
+    def start(self, *_: Any, **__: Any) -> None:
+        if self.is_on:
+            from kvferry.engines.sglang.options import unset_variables
+
+            unset_variables()
+
+    def close_endpoints(self, _: None, scheduler: Any) -> None:
+        if self.is_on:
+            termination.close_endpoints(scheduler)
+
+
+def _hooks(changes: _Changes) -> Iterator[Hook]:
+    """Yields what is changed in this SGLang."""
+    from sglang.srt.disaggregation import utils
+
+    members = {member.name: member.value for member in utils.TransferBackend}
+    backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
+    around_a_request = around_requests(_digests_inputs)
+    yield Hook(BACKENDS, backends, "REPLACE")
+    yield Hook(KV_CLASS, changes.choose, "AROUND")
+    yield Hook(PREFILL_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(DECODE_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(STATE_ARGS, _remember_pools, "AFTER")
+    yield Hook(TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
+    yield Hook(CREATE_SENDER, around_a_request, "AROUND")
+    yield Hook(CREATE_RECEIVER, around_a_request, "AROUND")
+    # Without these, caches of weights that were replaced would be taken for those of the ones before.
+    yield from (Hook(update, weights.around_update, "AROUND") for update in UPDATES)
+    yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
+    yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
+    yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
+    # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
+    yield Hook(STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
+    yield Hook(STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
+    yield Hook(STAGE_ADMITS, changes.where_on(consensus.admit), "AROUND")
+    # 0.5.22 may not have them: then it has no unified memory with disaggregation.
+    unified = (
+        Hook(UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
+        Hook(MOVE_GATE, changes.where_on(_keep_in_place), "AROUND"),
+    )
+    if all(hook.has_target for hook in unified):
+        yield from unified
+    optional = (
+        Hook(SCHEDULER_STARTS, changes.start, "BEFORE"),  # without it, variables that it unsets are refused
+        Hook(BEFORE_STEP, _announce_step, "AFTER"),  # else layers leave with their step, and ranges are refused
+        Hook(TERMINATED, _announce_end, "AFTER"),  # without these two, that a server ends is merely noticed later
+        Hook(SCHEDULER_ENDS, changes.close_endpoints, "AFTER"),
+    )
+    yield from (hook for hook in optional if hook.has_target)
+
+
+def _remember_pools(_: None, *given: Any, **named: Any) -> None:
+    pools.remember_pools(*given, **named)
+
+
+def _digests_inputs() -> bool:
+    from sglang.srt.environ import envs
+
+    return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
+
+
+def _keep_in_place(original: Callable[..., Any], scheduler: Any) -> Any:
+    return may_move(original(scheduler), scheduler)
+
+
+def _announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
+    layer_steps.announce(scheduler, request, may_leave=allow_send)
+
+
+def _announce_end(_: None, handler: Any, *__: Any, **___: Any) -> None:
+    termination.announce(handler.tokenizer_manager)
 
 
 def _check_when_applied(registry: Any, added: tuple[Hook, ...], *, must_stop: bool) -> None:
