@@ -328,9 +328,10 @@ class Upgrade:
 
     def _leave(self) -> Iterator[bool]:
         """Has a prefill engine leave for good while requests come, with one of which the decode side comes late."""
+        # On a slow machine every slot may be taken just now.
+        yield from self._until(lambda: self._choose_decode() is not None)
         engine, decode = self._prefills[0], self._choose_decode()
-        if decode is None:
-            return
+        assert decode is not None
         begin, late = self._now(), self._begin(engine, decode)
         engine.host.connections[0].send([late.order])
         yield from self._drain_by_command(engine, late)

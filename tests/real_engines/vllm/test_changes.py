@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -159,10 +159,10 @@ def test_weights_are_the_same_where_they_are_called_so(engines: Engines, pair: P
 
 
 def replace(adapter: Path, checkpoint: str, seed: int) -> None:
-    """Overwrites an adapter where it lies."""
-    other = write_adapter(adapter.parent / f"other-{seed}", Path(checkpoint), seed=seed)
-    for file in other.iterdir():
-        shutil.copyfile(file, adapter / file.name)
+    """Puts another adapter where one lies; a server that starts meanwhile reads no half of a file."""
+    with tempfile.TemporaryDirectory(dir=adapter.parent) as empty:
+        for file in write_adapter(Path(empty) / "other", Path(checkpoint), seed=seed).iterdir():
+            file.replace(adapter / file.name)
 
 
 def test_an_adapter_that_was_replaced_on_both_sides_is_another(

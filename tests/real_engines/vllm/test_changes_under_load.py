@@ -71,7 +71,7 @@ def asked() -> list[list[int]]:
 def right(checkpoints: tuple[Path, Path], adapters: dict[str, Path], asked: list[list[int]]) -> Answers:
     """What an engine that works alone answers with every pair of versions; the folders have the first ones after it."""
     answers: dict[tuple[str, int], list[str]] = {}
-    alone = EngineProcess(Shape(checkpoints[0], adapters=adapters))
+    alone = EngineProcess(Shape(checkpoints[0], connector="", adapters=adapters))
     try:
         for version in reversed(range(SEEDS)):
             for name, path in adapters.items():
@@ -120,21 +120,30 @@ class Operator:
         self.version = version
 
     def bring(self, name: str) -> bool:
-        """Brings a server to that state; whether it is in it now."""
+        """Brings a server to that state; whether it is in it now.
+
+        It is paused meanwhile, as vLLM wants it: a request that runs is computed on with whatever weights come, and
+        its own prefix cache keeps what the old ones computed.
+        """
         try:
-            pid, url = self._deployment.pid_of(name), self._urls[name]
-            had = self._has.get(name)
-            if had == (pid, self.weights, self.version):
+            state, url = (self._deployment.pid_of(name), self.weights, self.version), self._urls[name]
+            if self._has.get(name) == state:
                 return True
             call = {"method": "reload_weights", "kwargs": {"weights_path": str(self._checkpoints[self.weights])}}
-            httpx.post(f"{url}/collective_rpc", json=call, timeout=60).raise_for_status()
+            self._post(f"{url}/pause?mode=wait", None)
+            self._post(f"{url}/collective_rpc", call)
             for adapter, path in self._adapters.items():
                 body = {"lora_name": adapter, "lora_path": str(path), "load_inplace": True}
-                httpx.post(f"{url}/v1/load_lora_adapter", json=body, timeout=60).raise_for_status()
+                self._post(f"{url}/v1/load_lora_adapter", body)
+            self._post(f"{url}/resume", None)
         except (httpx.HTTPError, AssertionError):
             return False
-        self._has[name] = (pid, self.weights, self.version)
+        self._has[name] = state
         return True
+
+    @staticmethod
+    def _post(url: str, body: Mapping[str, object] | None) -> None:
+        httpx.post(url, json=body, timeout=60).raise_for_status()
 
 
 def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
@@ -171,9 +180,17 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
 
     began, kills = time.monotonic(), 0
     changes = {20.0: (1, 0), 45.0: (1, 1), 65.0: (0, 1)}  # weights, adapters
-    with ThreadPoolExecutor(CLIENTS) as clients:
+
+    def operate(name: str) -> None:
+        while not is_over.is_set():
+            operator.bring(name)
+            time.sleep(0.2)
+
+    with ThreadPoolExecutor(CLIENTS + len(SERVERS)) as threads:
         for number in range(CLIENTS):
-            clients.submit(client, number)
+            threads.submit(client, number)
+        for name in SERVERS:
+            threads.submit(operate, name)
         try:
             while (passed := time.monotonic() - began) < LOAD_S:
                 if passed > (kills + 1) * KILL_EVERY_S:
@@ -186,8 +203,6 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
                     operator.weights, version = changes.pop(at)
                     if version != operator.version:
                         operator.replace_adapters(version)
-                for name in SERVERS:
-                    operator.bring(name)
                 time.sleep(0.2)
         finally:
             is_over.set()
