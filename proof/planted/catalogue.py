@@ -579,9 +579,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "what a load of vLLM's leaves in its blocks stays there",
-        "engines/vllm/worker.py",
-        "                    self._loaded_blocks.clear(load, receiver.stats.absent)\n",
-        "                    pass\n",
+        "engines/vllm/incoming.py",
+        "                self._loaded_blocks.clear(load.blocks, load.receiver.stats.absent)\n",
+        "                pass\n",
         "tests/unit/engines/test_vllm_clearing.py",
     ),
     PlantedFault(
@@ -867,8 +867,8 @@ CATALOGUE = (
     PlantedFault(
         "SGLang's windows are as long as the model's configuration says",
         "engines/sglang/pools.py",
-        "window_tokens=pools.window_tokens if window",
-        "window_tokens=model.sliding_window_size if window",
+        "window_tokens=pools.window_tokens if reading",
+        "window_tokens=model.sliding_window_size if reading",
         "tests/unit/engines/test_sglang_pools.py",
     ),
     PlantedFault(
@@ -950,7 +950,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "B and C of SGLang's convolutions are cut by heads",
-        "engines/sglang/pools.py",
+        "engines/sglang/recurrent.py",
         "b_and_c = Block(per_group, count)",
         "b_and_c = Block(per_group, per_group)",
         "tests/property/test_described_sglang.py tests/unit/engines",

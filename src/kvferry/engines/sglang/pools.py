@@ -7,15 +7,15 @@ counts only if the pool confirms it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stages, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Buffers, Caches, Heads, Stages, StateBuffer, Uncut
 from kvferry.engines.sglang.companions import (
     check_listed,
     index_of,
@@ -37,6 +37,7 @@ from kvferry.engines.sglang.minimax import (
     parts_of_rows,
 )
 from kvferry.engines.sglang.placement import Part, Placement, placed
+from kvferry.engines.sglang.recurrent import mamba_pool, state_buffers
 from kvferry.engines.sglang.stages import stages_of
 from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
 from kvferry.errors import LayoutError, UsageError
@@ -64,16 +65,10 @@ _LATENTS = (
     "UnifiedMLATokenToKVPool",
 )
 
-_GROUPS = {
-    "NemotronHConfig": "n_groups",
-    "GraniteMoeHybridConfig": "mamba_n_groups",
-    "FalconH1Config": "mamba_n_groups",
-    "Mamba2Config": "n_groups",
-}
-"""Configurations of the models with SGLang's MambaMixer2, and what they call the number of its groups."""
-
 _INNER = ("full_kv_pool", "main_pool")
 """Where pools that are made of others have the pool of layers with full attention."""
+
+_WITH_WINDOWS = ("SWAKVPool", "UnifiedSWAKVPool")
 
 _TWICE = {compressed.POOL: ("SWA", "SWA_RING")}
 """States that SGLang lists twice beside pools of a class: the model's, and then its draft model's."""
@@ -182,76 +177,150 @@ def caches_of(
     if name == compressed.POOL:
         layers = model.num_hidden_layers if place.pp_size > 1 else None
         return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens, layers=layers)
-    main = next((inner for each in _INNER if (inner := getattr(pools.target, each, None)) is not None), pools.target)
-    windowed = pools.target.swa_kv_pool if name in ("SWAKVPool", "UnifiedSWAKVPool") else None
-    claims = _claimed_heads(model, totals, main, windowed)
-    drafts = getattr(args, "num_draft_entries", 0)
-    kv = Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
-    check_listed(args.state_types, pools.target, main, windowed, pools.draft)
-    if is_unified(main) and pools.draft is not None:
-        raise LayoutError(
-            "SGLang numbers a draft model's pages otherwise than the model's in unified memory, and hands in no such "
-            "numbers: leave --enable-unified-memory or the draft model away"
-        )
-    full = _attention(main, kv[: len(kv) - drafts], _heads_of(main, claims[0], place, _FULL))
-    window: Attention | None = None
-    scales: dict[str, Attention] = {}
-    uncut: list[Uncut] = []
-    apart: dict[str, Attention] = {}
-    if is_of_rows(main) and full.heads is not None:
-        full, scales["block_scale"] = parts_of_rows(main, full.buffers, full.heads)
-    elif (own := own_scales_of(main, full.heads)) is not None:
-        scales["block_scale"] = own
-    state: tuple[StateBuffer, ...] = ()
+    reading = _Reading.begun(args, pools, model, recurrent, totals, place, has_windows=name in _WITH_WINDOWS)
     for number, kind in enumerate(args.state_types):
-        if kind.value in ("dsa", "dsa_tail"):
-            read = index_of if kind.value == "dsa" else tails_of
-            lists = (args.state_data_ptrs, args.state_data_lens, args.state_item_lens)
-            uncut += read(main, pools.draft, *(each[number] for each in lists))
-            continue
-        given = Buffers(
-            tuple(args.state_data_ptrs[number]),
-            tuple(args.state_data_lens[number]),
-            tuple(args.state_item_lens[number]),
-        )
-        if kind.value == "swa":
-            window = _attention(windowed, given, _heads_of(windowed, claims[1], place, _WINDOWS))
-            if (own := own_scales_of(windowed, window.heads)) is not None:
-                scales["block_scale_swa"] = own
-            if pools.window_tokens is None:
-                raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
-        elif kind.value in ("block_scale", "block_scale_swa"):
-            of_window = kind.value == "block_scale_swa"
-            pool, claimed, which = (windowed, claims[1], _WINDOWS) if of_window else (main, claims[0], _FULL)
-            scales[kind.value] = Attention(given, scales_of(pool, _heads_of(pool, claimed, place, which)))
-        elif kind.value in ("qsa_pending", "qsa_compressed"):
-            read_keys = pending_keys_of if kind.value == "qsa_pending" else pooled_keys_of
-            uncut += read_keys(pools.target, pools.draft, given)
-        elif kind.value == INDEX and is_of_rows(main):
-            uncut.append(index_of_rows(pools.target.index_k_pool, given))
-        elif kind.value in (INDEX, DENSE):
-            apart[kind.value] = Attention(given, full.heads if kind.value == DENSE else None)
-        else:
-            holder = _mamba_pool(pools)
-            state = state_of(holder, given) or tuple(_state_buffers(args, number, given, holder, recurrent, place))
+        _READERS.get(kind.value, _Reading.read_recurrent)(reading, number, kind.value)
     if place.pp_size > 1 and name == "MiniMaxSparseKVPool":
-        apart = of_stage(apart, full, model)
+        reading.apart = of_stage(reading.apart, reading.full, model)
+    drafts = getattr(args, "num_draft_entries", 0)
     return Caches(
-        kv=full,
-        draft=kv[len(kv) - drafts :],
+        kv=reading.full,
+        draft=_listed_kv(args)[len(args.kv_data_ptrs) - drafts :],
         draft_packing=_draft_packing(pools.draft),
         draft_heads=_draft_heads(pools, place) if drafts else None,
         page_tokens=args.page_size,
-        window=window,
-        window_tokens=pools.window_tokens if window is not None else None,
-        state=state,
-        scales=scales.get("block_scale"),
-        window_scales=scales.get("block_scale_swa"),
-        dense=apart.get(DENSE),
-        index=apart.get(INDEX),
-        uncut=tuple(uncut),
+        window=reading.window,
+        window_tokens=pools.window_tokens if reading.window is not None else None,
+        state=reading.state,
+        scales=reading.scales.get("block_scale"),
+        window_scales=reading.scales.get("block_scale_swa"),
+        dense=reading.apart.get(DENSE),
+        index=reading.apart.get(INDEX),
+        uncut=tuple(reading.uncut),
         stages=stages_of(args, model, recurrent, pools.target) if place.pp_size > 1 else Stages(),
     )
+
+
+def _listed_kv(args: Any) -> Buffers:
+    return Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What has been read of a rank's caches: its keys and values, and then one after the other of its states.
+
+    Attributes:
+        main: the pool of layers with full attention.
+        windowed: that of layers with sliding windows; None if there is none.
+        claims: how many heads the whole model has in either, by all that is said.
+        full: keys and values of layers with full attention.
+        window: those of layers with sliding windows.
+        scales: of blocks of numbers, by SGLang's name of the state.
+        apart: caches beside a layer's own, by SGLang's name.
+        uncut: what every rank has whole.
+        state: of layers with recurrent state.
+    """
+
+    args: Any
+    pools: EnginePools
+    recurrent: Any
+    place: Placement
+    main: Any
+    windowed: Any
+    claims: tuple[int | None, int | None]
+    full: Attention
+    window: Attention | None = None
+    scales: dict[str, Attention] = field(default_factory=dict)
+    apart: dict[str, Attention] = field(default_factory=dict)
+    uncut: list[Uncut] = field(default_factory=list)
+    state: tuple[StateBuffer, ...] = ()
+
+    @classmethod
+    def begun(
+        cls,
+        args: Any,
+        pools: EnginePools,
+        model: Any,
+        recurrent: Any,
+        totals: Mapping[int, frozenset[int]],
+        place: Placement,
+        *,
+        has_windows: bool,
+    ) -> _Reading:
+        """Reads the keys and values of layers with full attention."""
+        target = pools.target
+        main = next((inner for each in _INNER if (inner := getattr(target, each, None)) is not None), target)
+        windowed = target.swa_kv_pool if has_windows else None
+        check_listed(args.state_types, target, main, windowed, pools.draft)
+        if is_unified(main) and pools.draft is not None:
+            raise LayoutError(
+                "SGLang numbers a draft model's pages otherwise than the model's in unified memory, and hands in no "
+                "such numbers: leave --enable-unified-memory or the draft model away"
+            )
+        claims = _claimed_heads(model, totals, main, windowed)
+        listed = _listed_kv(args)[: len(args.kv_data_ptrs) - getattr(args, "num_draft_entries", 0)]
+        full = _attention(main, listed, _heads_of(main, claims[0], place, _FULL))
+        reading = cls(args, pools, recurrent, place, main, windowed, claims, full)
+        if is_of_rows(main) and full.heads is not None:
+            reading.full, reading.scales["block_scale"] = parts_of_rows(main, full.buffers, full.heads)
+        elif (own := own_scales_of(main, full.heads)) is not None:
+            reading.scales["block_scale"] = own
+        return reading
+
+    def _listed(self, number: int) -> Buffers:
+        """Returns the buffers of a state, where SGLang has one list of them."""
+        args = self.args
+        lists = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
+        return Buffers(*(tuple(each) for each in lists))
+
+    def read_sparse(self, number: int, kind: str) -> None:
+        read = index_of if kind == "dsa" else tails_of
+        lists = self.args.state_data_ptrs, self.args.state_data_lens, self.args.state_item_lens
+        self.uncut += read(self.main, self.pools.draft, *(each[number] for each in lists))
+
+    def read_window(self, number: int, _: str) -> None:
+        heads = _heads_of(self.windowed, self.claims[1], self.place, _WINDOWS)
+        self.window = _attention(self.windowed, self._listed(number), heads)
+        if (own := own_scales_of(self.windowed, self.window.heads)) is not None:
+            self.scales["block_scale_swa"] = own
+        if self.pools.window_tokens is None:
+            raise LayoutError("SGLang lists layers with sliding windows, and its scheduler no window")
+
+    def read_scales(self, number: int, kind: str) -> None:
+        of_main, of_windows = (self.main, self.claims[0], _FULL), (self.windowed, self.claims[1], _WINDOWS)
+        pool, claimed, which = of_windows if kind == "block_scale_swa" else of_main
+        heads = scales_of(pool, _heads_of(pool, claimed, self.place, which))
+        self.scales[kind] = Attention(self._listed(number), heads)
+
+    def read_keys(self, number: int, kind: str) -> None:
+        read = pending_keys_of if kind == "qsa_pending" else pooled_keys_of
+        self.uncut += read(self.pools.target, self.pools.draft, self._listed(number))
+
+    def read_apart(self, number: int, kind: str) -> None:
+        given = self._listed(number)
+        if kind == INDEX and is_of_rows(self.main):
+            self.uncut.append(index_of_rows(self.pools.target.index_k_pool, given))
+        else:
+            self.apart[kind] = Attention(given, self.full.heads if kind == DENSE else None)
+
+    def read_recurrent(self, number: int, _: str) -> None:
+        given, holder = self._listed(number), mamba_pool(self.pools.target, self.pools.requests)
+        buffers = state_buffers(self.args, number, given, holder, self.recurrent, self.place)
+        self.state = state_of(holder, given) or tuple(buffers)
+
+
+_READERS: Mapping[str, Callable[[_Reading, int, str], None]] = {
+    "dsa": _Reading.read_sparse,
+    "dsa_tail": _Reading.read_sparse,
+    "swa": _Reading.read_window,
+    "block_scale": _Reading.read_scales,
+    "block_scale_swa": _Reading.read_scales,
+    "qsa_pending": _Reading.read_keys,
+    "qsa_compressed": _Reading.read_keys,
+    INDEX: _Reading.read_apart,
+    DENSE: _Reading.read_apart,
+}
+"""By SGLang's names of states; `check_states` refuses what is neither here nor recurrent."""
 
 
 def _attention(pool: Any, listed: Buffers, heads: Heads | None) -> Attention:
@@ -382,80 +451,3 @@ def _total(claimed: int | None, held: int, part: Part) -> int | None:
     if claimed % part.count == 0:
         return claimed if held == claimed // part.count else None
     return claimed if part.count % claimed == 0 and held == 1 else None
-
-
-# ---- recurrent state ------------------------------------------------------------------------------------------------
-
-
-def _mamba_pool(pools: EnginePools) -> Any:
-    """Returns the pool of recurrent state.
-
-    Raises:
-        LayoutError: if kvferry does not transfer such pools, or there is none.
-    """
-    for holder in (pools.target, pools.requests):
-        pool = getattr(holder, "mamba_pool", None)
-        if pool is not None:
-            check_pool(pool, "layers with recurrent state")
-            return pool
-    raise LayoutError("SGLang lists recurrent state, and no pool of it")
-
-
-def _state_buffers(
-    args: Any, number: int, given: Buffers, pool: Any, recurrent: Any, place: Placement
-) -> Iterator[StateBuffer]:
-    count = len(given)
-    layers = args.state_layer_ids[number] or range(count)
-    channels = args.state_dim_per_tensor[number] or [0] * count
-    rows = args.state_slice_outer_counts[number] or [1] * count
-    groups = args.state_conv_shard_groups[number] or [None] * count
-    convolutions = {tensor[layer].data_ptr() for tensor in pool.mamba_cache.conv for layer in range(len(tensor))}
-    temporal = pool.mamba_cache.temporal
-    heads = {temporal[layer].data_ptr() for layer in range(len(temporal))}
-    for index, address in enumerate(given.addresses):
-        blocks: tuple[Block, ...] | None = None
-        if address in convolutions:
-            blocks = _convolution(channels[index], groups[index], recurrent, place.states.count)
-        elif address in heads:
-            total = channels[index] * place.states.count
-            blocks = (Block(total, total),)
-        yield StateBuffer(
-            address=address,
-            length=given.lengths[index],
-            item_bytes=given.item_bytes[index],
-            layer=layers[index],
-            channels=channels[index],
-            rows=rows[index],
-            blocks=blocks,
-        )
-
-
-def _convolution(channels: int, groups: list[int] | None, recurrent: Any, tp_size: int) -> tuple[Block, ...] | None:
-    """Returns the blocks that a convolution's channels are made of; None if they cannot be known.
-
-    Args:
-        channels: that this rank holds.
-        groups: the sizes of blocks that SGLang names, over all ranks.
-        recurrent: the configuration of layers with recurrent state.
-    """
-    total = channels * tp_size
-    if groups:
-        is_even = sum(groups) == total and all(size > 0 and size % tp_size == 0 for size in groups)
-        return tuple(Block(size, size) for size in groups) if is_even else None
-    shape = recurrent.mamba2_cache_params.shape if recurrent is not None else None
-    if getattr(shape, "conv_dim", None) != total or shape is None:
-        return None
-    if shape.intermediate_size == total:
-        return (Block(total, total),)
-    name = _GROUPS.get(type(recurrent).__name__)
-    if name is None:
-        return None
-    # MambaMixer2 lists x, B and C. It cuts x by heads, and B and C by groups, of which each rank has at least one.
-    count = getattr(recurrent, name)
-    if count % tp_size and count != 1:
-        return None
-    per_group = count * shape.state_size
-    x = Block(shape.intermediate_size, shape.num_heads)
-    b_and_c = Block(per_group, count)
-    held = shape.intermediate_size // tp_size + 2 * max(per_group // tp_size, shape.state_size)
-    return (x, b_and_c, b_and_c) if held == channels else None

@@ -6,10 +6,9 @@ kvferry's own threads move the bytes, also while the engine does nothing; the me
 from __future__ import annotations
 
 import os
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -20,14 +19,13 @@ from kvferry import (
     MemoryKind,
     PrefillEndpoint,
     RankCoordinates,
-    Receiver,
     Settings,
-    TransferState,
 )
 from kvferry.engines.device_threads import bind_thread
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.incoming import IncomingRequests
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import MEMORY, TransferLog
@@ -43,6 +41,21 @@ _NEEDED = (
     "vLLM needs its blocks for other requests, and no decode rank has opened it within KVFERRY_BOOTSTRAP_TIMEOUT_S: "
     "give prefill servers more memory for the queue of decode servers, or take fewer requests at once"
 )
+
+
+@dataclass(slots=True)
+class _Progress:
+    """How far the step that runs has come.
+
+    Attributes:
+        ranges: how many ranges of layers it is through with.
+        last_layer: the last layer's number; -1 before the first.
+        pages: by request, what is to be sent of it, once needed.
+    """
+
+    ranges: int = 0
+    last_layer: int = -1
+    pages: dict[str, dict[str, PagesToSend]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +112,17 @@ class WorkerSide:
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
         """
-        self._copier, self._loaded_blocks = copier, loaded_blocks
-        self._described = described
+        self._described, self._copier = described, copier
         self._layout_groups = {group.name: group for group in described.layout.groups}
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
-        self._outgoing: OutgoingRequests | None = None
         self._draining: list[PrefillEndpoint | DecodeEndpoint] = []  # those that were told to
-        self._incoming: dict[str, Receiver] = {}
-        self._loads: dict[str, BlocksToReceive] = {}  # those whose blocks are to be cleared where nothing was written
-        self._changed: deque[str] = deque()  # names of those of which something has happened, as often as it has
-        self._given_up: set[str] = set()  # of those: what came of them is not to be used, even if all has
-        self._not_begun: set[str] = set()  # and those that are to fail though they have come
-        self._copied: set[str] = set()  # requests whose cache another choice had
+        self._drain_timeout_s, self._settles_s = drain_timeout_s, settings.quarantine_s
+        self._outgoing: OutgoingRequests | None = None
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
         self._log = TransferLog()
-        self._drain_timeout_s = drain_timeout_s
-        self._settles_s = settings.quarantine_s
+        self._incoming = IncomingRequests(self._log, loaded_blocks)
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
@@ -125,9 +131,7 @@ class WorkerSide:
                 "computes them cannot be told from their names, or there is but one",
                 settings.layer_ranges,
             )
-        # Of the step that runs: ranges of layers it is through with, its last layer, and pages by request, once needed.
-        self._ranges_computed, self._last_layer = 0, -1
-        self._pages_of_step: dict[str, dict[str, PagesToSend]] = {}
+        self._step = _Progress()
         layout = described.layout
         # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any other
         # thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
@@ -218,13 +222,13 @@ class WorkerSide:
         number = self._layer_numbers.get(name)
         if number is None or not step.send:
             return
-        if number < self._last_layer:
+        if number < self._step.last_layer:
             self._comes_back_to(name, step)
             return
-        self._last_layer = number
+        self._step.last_layer = number
         ranges = self._ranges.before(number)
-        if ranges > self._ranges_computed:
-            self._ranges_computed = ranges
+        if ranges > self._step.ranges:
+            self._step.ranges = ranges
             reached = fence()
             for sending in step.send:
                 self._send(sending, reached, ranges)
@@ -234,7 +238,7 @@ class WorkerSide:
         reason = f"the model came back to layer {name!r} in one step: KVFERRY_LAYER_RANGES is for models that do not"
         log.error("%s; from now on layers leave when their step is over", reason)
         self._layer_numbers = {}
-        if self._outgoing is not None and self._ranges_computed:
+        if self._outgoing is not None and self._step.ranges:
             for sending in step.send:
                 self._outgoing.give_up(sending.request, reason)
 
@@ -249,21 +253,16 @@ class WorkerSide:
         Args:
             fence: of the step; None if it is done.
         """
-        self._ranges_computed, self._last_layer = 0, -1
         for sending in step.send:
             self._send(sending, fence)
-        self._pages_of_step.clear()
+        self._step = _Progress()
         for request, reason in step.give_up.items():
-            receiver = self._incoming.get(request)
-            if receiver is not None:
-                receiver.abort(reason)
-                self._given_up.add(request)
-            elif self._outgoing is not None:
+            if not self._incoming.give_up(request, reason) and self._outgoing is not None:
                 self._outgoing.give_up(request, reason)
         for request in step.needed:
             if self._outgoing is not None and self._outgoing.give_up_unasked(request, _NEEDED):
                 self._needed.add(request)
-        self._not_begun |= step.fail
+        self._incoming.fail(step.fail)
         if self._prefill is not None:
             for room, reason in step.refuse.items():
                 self._prefill.refuse(room, reason)
@@ -284,22 +283,7 @@ class WorkerSide:
                 self._log.sent(request, sender, MEMORY if request in self._needed else "")
                 self._needed.discard(request)
                 sent.add(request)
-        failed, self._not_begun = self._not_begun, set()
-        copied, self._copied = self._copied, set()
-        received = failed | copied
-        while self._changed:
-            request = self._changed.popleft()
-            receiver = self._incoming.get(request)
-            if receiver is not None and receiver.pages_reusable:
-                del self._incoming[request]
-                self._log.received(request, receiver)
-                received.add(request)
-                load = self._loads.pop(request, None)
-                if receiver.state is not TransferState.SUCCESS or request in self._given_up:
-                    failed.add(request)  # vLLM clears its blocks itself, as it gives them out again
-                elif load is not None and self._loaded_blocks is not None:
-                    self._loaded_blocks.clear(load, receiver.stats.absent)
-                self._given_up.discard(request)
+        received, failed = self._incoming.take_ended()
         return Results(sent, received, failed)
 
     @property
@@ -313,10 +297,10 @@ class WorkerSide:
         """Sends what a step computes: all layers, or those of the first ranges."""
         if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
             return
-        pages = self._pages_of_step.get(sending.request)
+        pages = self._step.pages.get(sending.request)
         if pages is None:
             pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
-            self._pages_of_step[sending.request] = pages
+            self._step.pages[sending.request] = pages
         try:
             open_sender = partial(
                 self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
@@ -340,7 +324,7 @@ class WorkerSide:
             if receiving.copied_from:
                 for name, blocks in receiving.copied_from.items():
                     self._copier.copy(name, blocks, receiving.groups[name])
-                self._copied.add(request)
+                self._incoming.have_come(request)
                 return
             pages = {}
             for name, blocks in self._here(receiving.groups):
@@ -362,15 +346,11 @@ class WorkerSide:
             if not receiving.copied_from:
                 self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
-                self._not_begun.add(request)
+                self._incoming.fail((request,))
                 self._log.not_received()
             return
         if receiving.is_wanted:
-            self._incoming[request] = receiver
-            if self._loaded_blocks is not None:
-                self._loads[request] = receiving
-            receiver.add_change_callback(partial(self._changed.append, request))
-            self._changed.append(request)  # it may have changed before
+            self._incoming.add(receiving, receiver)
 
     def _here(self, groups: Mapping[str, GroupBlocks]) -> Iterator[tuple[str, GroupBlocks]]:
         """Yields the groups of which this pipeline stage has layers."""
