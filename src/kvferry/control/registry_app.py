@@ -122,92 +122,19 @@ def registry_app(
         token: what every request must carry; None lets everyone in.
         body_timeout_s: how long a client may take to send a request's body.
     """
-    started_at = clock()
-    name_of_start = secrets.token_hex(8)
-    described: OrderedDict[str, _Described] = OrderedDict()
-    waiting = Pacer(RENEWALS_PER_S)
-
-    async def put_rank(request: Request) -> Response:
-        body = await _read_body(request, body_timeout_s)
-        registration = _decode_registration(body)
-        engine, rank = request.path_params["engine"], _rank_in_path(request)
-        if (registration.engine, registration.engine_rank) != (engine, rank):
-            raise MessageError(
-                f"the body registers rank {registration.engine_rank} of engine {registration.engine!r} under "
-                f"the path of rank {rank} of engine {engine!r}"
-            )
-        grant = registrations.register(registration, clock())
-        setattr(request.state, STAYS, True)
-        told = registrations.drains(registration.incarnation)
-        return _json(Lease(lease_s=grant.lease_s, renew_s=grant.renew_s, return_s=grant.return_s, draining=told))
-
-    async def delete_rank(request: Request) -> Response:
-        incarnation = request.query_params.get("incarnation")
-        if not incarnation:
-            raise MessageError("a removal must say ?incarnation=, the id of the start that registered the rank")
-        removed = registrations.remove(request.path_params["engine"], _rank_in_path(request), incarnation)
-        return _json(Removal(removed=removed))
-
-    async def get_engine(request: Request) -> Response:
-        name, now = request.path_params["engine"], clock()
-        revision = registrations.revision(name, now)
-        known = described.get(name)
-        if known is None or known.revision != revision:
-            view = registrations.engine(name, now)
-            if not view.registrations:
-                described.pop(name, None)
-                message = f"no rank of an engine named {name!r} is registered"
-                problem = Problem(
-                    error=UNKNOWN_ENGINE,
-                    message=message[:LONGEST_PROBLEM],
-                    others=view.others,
-                    num_others=view.num_others,
-                )
-                return _answered(404, problem, retry_after(now))
-            known = _Described(revision, msgspec.json.encode(view), is_complete=view.complete)
-            remember(described, name, known, _MOST_DESCRIBED)
-        tag = f'"{name_of_start}-{revision}"'
-        headers = {"etag": tag, **({} if known.is_complete else retry_after(now))}
-        if request.headers.get("if-none-match") == tag:
-            return Response(status_code=304, headers=headers)
-        return Response(known.body, media_type="application/json", headers=headers)
-
-    def retry_after(now: float) -> dict[str, str]:
-        """Tells whoever waits for an engine when to ask again, if so many wait that they must take turns."""
-        wait_s = math.floor(waiting.turn_in_s(now, soonest_s=0, longest_s=LONGEST_RETRY_S))
-        return {"retry-after": str(wait_s)} if wait_s else {}
-
-    async def get_engines(_request: Request) -> Response:
-        return _json(EngineList(engines=registrations.engines(clock())))
-
-    async def put_draining(request: Request) -> Response:
-        return _json(ToldToDrain(endpoints=registrations.drain(request.path_params["engine"], clock())))
-
-    async def put_released(request: Request) -> Response:
-        registrations.release(request.path_params["endpoint"], clock())
-        return _json(Released(endpoints=(request.path_params["endpoint"],)))
-
-    async def get_released(_request: Request) -> Response:
-        return _json(Released(endpoints=registrations.released()))
-
-    async def get_health(_request: Request) -> Response:
-        return _json(Health(version=__version__, api_version=API_VERSION, uptime_s=clock() - started_at))
-
-    async def get_live(_request: Request) -> Response:
-        return Response()
-
+    answers = _Answers(registrations, clock, body_timeout_s)
     rank_path = "/v1/engines/{engine}/ranks/{rank}"
     return Starlette(
         routes=[
-            Route(rank_path, put_rank, methods=["PUT"]),
-            Route(rank_path, delete_rank, methods=["DELETE"]),
-            Route("/v1/engines/{engine}", get_engine, methods=["GET"]),
-            Route("/v1/engines", get_engines, methods=["GET"]),
-            Route("/v1/draining/{engine}", put_draining, methods=["PUT"]),
-            Route("/v1/released/{endpoint}", put_released, methods=["PUT"]),
-            Route("/v1/released", get_released, methods=["GET"]),
-            Route("/health", get_health, methods=["GET"]),
-            Route(LIVE_PATH, get_live, methods=["GET"]),
+            Route(rank_path, answers.put_rank, methods=["PUT"]),
+            Route(rank_path, answers.delete_rank, methods=["DELETE"]),
+            Route("/v1/engines/{engine}", answers.get_engine, methods=["GET"]),
+            Route("/v1/engines", answers.get_engines, methods=["GET"]),
+            Route("/v1/draining/{engine}", answers.put_draining, methods=["PUT"]),
+            Route("/v1/released/{endpoint}", answers.put_released, methods=["PUT"]),
+            Route("/v1/released", answers.get_released, methods=["GET"]),
+            Route("/health", answers.get_health, methods=["GET"]),
+            Route(LIVE_PATH, answers.get_live, methods=["GET"]),
         ],
         middleware=[] if token is None else [Middleware(_TokenRequired, token=token)],
         exception_handlers={
@@ -216,6 +143,88 @@ def registry_app(
             Exception: _on_bug,
         },
     )
+
+
+class _Answers:
+    """What a registry answers on each of its routes."""
+
+    def __init__(self, registrations: Leases, clock: Callable[[], float], body_timeout_s: float) -> None:
+        self._registrations = registrations
+        self._clock = clock
+        self._body_timeout_s = body_timeout_s
+        self._started_at = clock()
+        self._name_of_start = secrets.token_hex(8)
+        self._described: OrderedDict[str, _Described] = OrderedDict()
+        self._waiting = Pacer(RENEWALS_PER_S)
+
+    async def put_rank(self, request: Request) -> Response:
+        body = await _read_body(request, self._body_timeout_s)
+        registration = _decode_registration(body)
+        engine, rank = request.path_params["engine"], _rank_in_path(request)
+        if (registration.engine, registration.engine_rank) != (engine, rank):
+            raise MessageError(
+                f"the body registers rank {registration.engine_rank} of engine {registration.engine!r} under "
+                f"the path of rank {rank} of engine {engine!r}"
+            )
+        grant = self._registrations.register(registration, self._clock())
+        setattr(request.state, STAYS, True)
+        told = self._registrations.drains(registration.incarnation)
+        return _json(Lease(lease_s=grant.lease_s, renew_s=grant.renew_s, return_s=grant.return_s, draining=told))
+
+    async def delete_rank(self, request: Request) -> Response:
+        incarnation = request.query_params.get("incarnation")
+        if not incarnation:
+            raise MessageError("a removal must say ?incarnation=, the id of the start that registered the rank")
+        engine, rank = request.path_params["engine"], _rank_in_path(request)
+        return _json(Removal(removed=self._registrations.remove(engine, rank, incarnation)))
+
+    async def get_engine(self, request: Request) -> Response:
+        name, now = request.path_params["engine"], self._clock()
+        revision = self._registrations.revision(name, now)
+        known = self._described.get(name)
+        if known is None or known.revision != revision:
+            view = self._registrations.engine(name, now)
+            if not view.registrations:
+                self._described.pop(name, None)
+                message = f"no rank of an engine named {name!r} is registered"
+                problem = Problem(
+                    error=UNKNOWN_ENGINE,
+                    message=message[:LONGEST_PROBLEM],
+                    others=view.others,
+                    num_others=view.num_others,
+                )
+                return _answered(404, problem, self._retry_after(now))
+            known = _Described(revision, msgspec.json.encode(view), is_complete=view.complete)
+            remember(self._described, name, known, _MOST_DESCRIBED)
+        tag = f'"{self._name_of_start}-{revision}"'
+        headers = {"etag": tag, **({} if known.is_complete else self._retry_after(now))}
+        if request.headers.get("if-none-match") == tag:
+            return Response(status_code=304, headers=headers)
+        return Response(known.body, media_type="application/json", headers=headers)
+
+    def _retry_after(self, now: float) -> dict[str, str]:
+        """Tells whoever waits for an engine when to ask again, if so many wait that they must take turns."""
+        wait_s = math.floor(self._waiting.turn_in_s(now, soonest_s=0, longest_s=LONGEST_RETRY_S))
+        return {"retry-after": str(wait_s)} if wait_s else {}
+
+    async def get_engines(self, _: Request) -> Response:
+        return _json(EngineList(engines=self._registrations.engines(self._clock())))
+
+    async def put_draining(self, request: Request) -> Response:
+        return _json(ToldToDrain(endpoints=self._registrations.drain(request.path_params["engine"], self._clock())))
+
+    async def put_released(self, request: Request) -> Response:
+        self._registrations.release(request.path_params["endpoint"], self._clock())
+        return _json(Released(endpoints=(request.path_params["endpoint"],)))
+
+    async def get_released(self, _: Request) -> Response:
+        return _json(Released(endpoints=self._registrations.released()))
+
+    async def get_health(self, _: Request) -> Response:
+        return _json(Health(version=__version__, api_version=API_VERSION, uptime_s=self._clock() - self._started_at))
+
+    async def get_live(self, _: Request) -> Response:
+        return Response()
 
 
 async def _read_body(request: Request, timeout_s: float) -> bytes:
