@@ -102,17 +102,7 @@ def shard_from_tensors(
     if unknown := set(held) - set(names):
         raise LayoutError(f"component {component.name!r} has no axis {sorted(unknown)}: its axes are {names}")
     box = tuple(held.get(axis.name, Interval(0, axis.size)) for axis in component.axes)
-    paged = _PAGED_DIMS[component.entry]
-    if sorted(dims) != sorted([*paged, *names[1:]]):
-        raise LayoutError(
-            f"dimensions {list(dims)} of {component.name!r}, which has one entry per {component.entry.value}, must be "
-            f"{list(paged)} and {names[1:]}, in any order"
-        )
-    if (page_tokens is not None) != (component.entry is Entry.PAGE):
-        raise LayoutError(
-            f"{component.name!r} has one entry per {component.entry.value}: page_tokens is given for packed pages, "
-            f"whose tensors do not say it, and for no others; it is {page_tokens}"
-        )
+    _check_dims(component, dims, page_tokens)
     if not tensors:
         raise LayoutError(f"no tensors for {component.name!r}: a rank that holds nothing of it uses empty_shard")
     if len(tensors) != len(box[0]):
@@ -125,6 +115,7 @@ def shard_from_tensors(
     for index, each in enumerate(geometries):
         _check_tensor(component, each, first, dims, expected, where=f"{names[0]} {box[0].start + index}")
     sizes, strides = dict(zip(dims, first.shape, strict=True)), dict(zip(dims, first.strides, strict=True))
+    pages = _PAGED_DIMS[component.entry][0]
     return Shard(
         component=component,
         box=box,
@@ -132,8 +123,8 @@ def shard_from_tensors(
         strides=tuple(strides[name] for name in names[1:]),
         paging=Paging(
             page_tokens=sizes.get("token", 1) if page_tokens is None else page_tokens,
-            num_pages=sizes[paged[0]],
-            page_stride=strides[paged[0]],
+            num_pages=sizes[pages],
+            page_stride=strides[pages],
             token_stride=strides.get("token", 0),
         ),
         device=first.device,
@@ -147,6 +138,20 @@ def default_group(component: Component) -> str:
     if component.entry is Entry.REQUEST:
         return "state"
     return "kv" if component.window_tokens is None else f"window-{component.window_tokens}"
+
+
+def _check_dims(component: Component, dims: Sequence[str], page_tokens: int | None) -> None:
+    paged, named = _PAGED_DIMS[component.entry], [axis.name for axis in component.axes[1:]]
+    if sorted(dims) != sorted([*paged, *named]):
+        raise LayoutError(
+            f"dimensions {list(dims)} of {component.name!r}, which has one entry per {component.entry.value}, must be "
+            f"{list(paged)} and {named}, in any order"
+        )
+    if (page_tokens is not None) != (component.entry is Entry.PAGE):
+        raise LayoutError(
+            f"{component.name!r} has one entry per {component.entry.value}: page_tokens is given for packed pages, "
+            f"whose tensors do not say it, and for no others; it is {page_tokens}"
+        )
 
 
 def _check_tensor(

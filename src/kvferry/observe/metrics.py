@@ -294,72 +294,84 @@ class _Standing(Collector):
 
     def collect(self) -> Iterable[Metric]:
         status = self._status()
-        info = InfoMetricFamily("kvferry_endpoint", "Which endpoint this is.")
-        known = {"side": status.side.value, "engine": status.engine, "rank": str(status.rank)}
-        info.add_metric([], {**known, "version": status.version})
-        yield info
-        yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_healthy))
-        yield _gauge("ready", "Whether it takes new rooms, as /readyz says.", float(not status.not_ready))
-        yield _gauge("draining", "Whether it is about to leave.", float(status.is_draining))
-        failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
-        failures.add_metric([], sum(thread.failures for thread in status.threads))
-        yield failures
-        rooms = GaugeMetricFamily("kvferry_rooms", "Rooms that are open.", labels=["state"])
-        for state in TransferState:
-            rooms.add_metric([state.value], status.states.get(state.value, 0))
-        yield rooms
-        yield _gauge("oldest_room_seconds", "How long the oldest room has been open.", status.oldest_room_s)
-        load = status.load
-        yield _gauge("open_rooms", "Rooms whose transfers have not ended.", load.open_rooms)
-        yield _gauge("waiting_rooms", "Of them, those that wait for the other side, or for pages.", load.waiting_rooms)
-        yield _gauge(
-            "pending_rooms",
-            "Rooms that decode ranks have opened and the engine has not: a prefill engine's queue.",
-            load.pending_rooms,
-        )
-        yield _gauge(
-            "bytes_in_flight",
-            "Bytes of direct writes on their way, and of staged ones that nobody has taken from rings.",
-            load.bytes_in_flight,
-        )
-        yield _gauge(
-            "outstanding_exports",
-            "Rooms with pages that no decode rank has come for: what a prefill engine keeps for others.",
-            load.outstanding_exports,
-        )
-        peers = GaugeMetricFamily("kvferry_peers", "Peers on the other side.", labels=["state"])
-        ready = sum(peer.is_ready for peer in status.peers)
-        silent = status.silent_peers
-        peers.add_metric(["ready"], ready)
-        peers.add_metric(["connecting"], len(status.peers) - ready)
-        peers.add_metric(["silent"], len(silent))
-        yield peers
-        silence = GaugeMetricFamily(
-            "kvferry_peer_silent_seconds", "Peers that have missed two heartbeats, the longest silent.", labels=["peer"]
-        )
-        for peer in silent[:MOST_NAMED_PEERS]:
-            silence.add_metric([peer.name], peer.silent_s)
-        yield silence
-        staging = status.staging
-        yield _gauge("staging_bytes", "Staging memory for chunks.", staging.total_bytes)
-        yield _gauge("staging_used_bytes", "Of it, what holds something or is reserved.", staging.used_bytes)
-        yield _gauge("staging_waiting_rooms", "Rooms that wait for staging memory.", staging.waiting_rooms)
-        yield _gauge(
-            "quarantined_pages", "Pages of failed transfers that a write may still touch.", status.quarantined_pages
-        )
-        lost = GaugeMetricFamily(
-            "kvferry_lost_peers_in_doubt",
-            "Prefill ranks that were lost and may still write, by what has proved their end; none: nothing has.",
-            labels=["proof"],
-        )
-        for proof in ("none", *(each.value for each in Proof)):
-            lost.add_metric([proof], sum((each.proof or "none") == proof for each in status.quarantine))
-        yield lost
-        kept_bytes = sum(each.ring_bytes for each in status.quarantine)
-        yield _gauge(
-            "quarantined_staging_bytes", "Staging memory that lost prefill ranks may still write to.", kept_bytes
-        )
-        yield _gauge("quarantine_seconds", "How long the oldest of these transfers has failed.", status.quarantine_s)
+        for families in (_of_the_endpoint, _of_rooms, _of_peers, _of_memory):
+            yield from families(status)
+
+
+def _of_the_endpoint(status: EndpointStatus) -> Iterable[Metric]:
+    info = InfoMetricFamily("kvferry_endpoint", "Which endpoint this is.")
+    known = {"side": status.side.value, "engine": status.engine, "rank": str(status.rank)}
+    info.add_metric([], {**known, "version": status.version})
+    yield info
+    yield _gauge("healthy", "Whether all threads run, and nothing else is wrong.", float(status.is_healthy))
+    yield _gauge("ready", "Whether it takes new rooms, as /readyz says.", float(not status.not_ready))
+    yield _gauge("draining", "Whether it is about to leave.", float(status.is_draining))
+    failures = CounterMetricFamily("kvferry_thread_failures", "Turns of threads that met an unexpected error.")
+    failures.add_metric([], sum(thread.failures for thread in status.threads))
+    yield failures
+
+
+def _of_rooms(status: EndpointStatus) -> Iterable[Metric]:
+    rooms = GaugeMetricFamily("kvferry_rooms", "Rooms that are open.", labels=["state"])
+    for state in TransferState:
+        rooms.add_metric([state.value], status.states.get(state.value, 0))
+    yield rooms
+    yield _gauge("oldest_room_seconds", "How long the oldest room has been open.", status.oldest_room_s)
+    load = status.load
+    yield _gauge("open_rooms", "Rooms whose transfers have not ended.", load.open_rooms)
+    yield _gauge("waiting_rooms", "Of them, those that wait for the other side, or for pages.", load.waiting_rooms)
+    yield _gauge(
+        "pending_rooms",
+        "Rooms that decode ranks have opened and the engine has not: a prefill engine's queue.",
+        load.pending_rooms,
+    )
+    yield _gauge(
+        "bytes_in_flight",
+        "Bytes of direct writes on their way, and of staged ones that nobody has taken from rings.",
+        load.bytes_in_flight,
+    )
+    yield _gauge(
+        "outstanding_exports",
+        "Rooms with pages that no decode rank has come for: what a prefill engine keeps for others.",
+        load.outstanding_exports,
+    )
+
+
+def _of_peers(status: EndpointStatus) -> Iterable[Metric]:
+    peers = GaugeMetricFamily("kvferry_peers", "Peers on the other side.", labels=["state"])
+    ready = sum(peer.is_ready for peer in status.peers)
+    silent = status.silent_peers
+    peers.add_metric(["ready"], ready)
+    peers.add_metric(["connecting"], len(status.peers) - ready)
+    peers.add_metric(["silent"], len(silent))
+    yield peers
+    silence = GaugeMetricFamily(
+        "kvferry_peer_silent_seconds", "Peers that have missed two heartbeats, the longest silent.", labels=["peer"]
+    )
+    for peer in silent[:MOST_NAMED_PEERS]:
+        silence.add_metric([peer.name], peer.silent_s)
+    yield silence
+
+
+def _of_memory(status: EndpointStatus) -> Iterable[Metric]:
+    staging = status.staging
+    yield _gauge("staging_bytes", "Staging memory for chunks.", staging.total_bytes)
+    yield _gauge("staging_used_bytes", "Of it, what holds something or is reserved.", staging.used_bytes)
+    yield _gauge("staging_waiting_rooms", "Rooms that wait for staging memory.", staging.waiting_rooms)
+    yield _gauge(
+        "quarantined_pages", "Pages of failed transfers that a write may still touch.", status.quarantined_pages
+    )
+    lost = GaugeMetricFamily(
+        "kvferry_lost_peers_in_doubt",
+        "Prefill ranks that were lost and may still write, by what has proved their end; none: nothing has.",
+        labels=["proof"],
+    )
+    for proof in ("none", *(each.value for each in Proof)):
+        lost.add_metric([proof], sum((each.proof or "none") == proof for each in status.quarantine))
+    yield lost
+    kept_bytes = sum(each.ring_bytes for each in status.quarantine)
+    yield _gauge("quarantined_staging_bytes", "Staging memory that lost prefill ranks may still write to.", kept_bytes)
+    yield _gauge("quarantine_seconds", "How long the oldest of these transfers has failed.", status.quarantine_s)
 
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:

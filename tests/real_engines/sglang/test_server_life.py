@@ -64,11 +64,11 @@ def test_what_is_released_is_registered_nowhere(pair: Pair):
     Request(pair, 1).run()
     (prefill,), (decode,) = pair.prefill.managers, pair.decode.managers
     engine = prefill.prefill.engine
-    assert decode._directory.engine(engine).registrations
+    assert decode.prefill_servers.directory.engine(engine).registrations
     release(prefill)
-    assert not decode._directory.engine(engine).registrations
+    assert not decode.prefill_servers.directory.engine(engine).registrations
     resume(prefill)
-    eventually("it is registered again", lambda: decode._directory.engine(engine).registrations)
+    eventually("it is registered again", lambda: decode.prefill_servers.directory.engine(engine).registrations)
 
 
 def test_a_request_that_comes_while_memory_is_away_is_served_when_it_is_back(pair: Pair):
@@ -216,7 +216,7 @@ def test_where_a_prefill_server_takes_requests_is_known_while_another_request_fa
     pair.begin(Model())
     (manager,) = pair.decode.managers
     receiver = pair.receiver(manager, 1)
-    manager.forget_prefill(pair.address)
+    manager.prefill_servers.forget(pair.address)
     assert manager._resolve_rebootstrap_prefill_url(receiver) == "http://127.0.0.1:1"
 
 
@@ -291,7 +291,7 @@ def test_a_server_in_another_role_is_not_asked_for_caches(switching: Switching):
     Request(members, 1).run()
     (prefill,), (decode,) = members.prefill.managers, members.decode.managers
     prefill.teardown()
-    assert not decode._directory.engine(prefill.prefill.engine).registrations
+    assert not decode.prefill_servers.directory.engine(prefill.prefill.engine).registrations
     receiver = members.receiver(decode, 2)
     receiver.send_metadata(np.arange(3, dtype=np.int32), 0, [[1]])
     assert receiver.poll() == KVPoll.WaitingForInput

@@ -237,22 +237,7 @@ def attach(
         TransportError: if connecting or preparing fails.
         WriteHangsError: if a write that measures does not end; the transport stays connected then.
     """
-    decode_rank = f"decode rank {message.coordinates.engine_rank} of {message.engine!r}"
-    check_required(message.requires, mine.features, peer=decode_rank)
-    tolerated = check_same_fingerprint(
-        mine.fingerprint,
-        message.fingerprint,
-        may_differ=mine.may_differ,
-        prefill_name="prefill",
-        decode_name="decode",
-    )
-    check_exchangeable(mine.layout, message.layout, source_name="prefill", destination_name="decode")
-    check_token_share(message.layout, message.coordinates)
-    if message.transport != transport.name:
-        raise IncompatiblePeerError(
-            f"transport: prefill uses {transport.name}, decode {message.transport}; KVFERRY_TRANSPORT, and whether "
-            "KVFERRY_PATH is mapped, must be the same"
-        )
+    tolerated = _tolerated(message, mine, transport)
     pieces = [piece for piece in message.pieces if mine.coordinates.group_rank in piece.holders]
     plan = PairPlan(mine.layout, message.layout, pieces)
     # Checked before connecting, which would end an earlier connection to the endpoint of that name.
@@ -277,3 +262,24 @@ def attach(
     for difference in tolerated:
         log.warning("%s differs because KVFERRY_MAY_DIFFER lets it: %s", message.endpoint, difference)
     return attachment
+
+
+def _tolerated(message: Attach, mine: Identity, transport: Transport) -> tuple[str, ...]:
+    """Refuses a decode rank that keeps something else; returns differences of the fingerprint that may be."""
+    decode_rank = f"decode rank {message.coordinates.engine_rank} of {message.engine!r}"
+    check_required(message.requires, mine.features, peer=decode_rank)
+    tolerated = check_same_fingerprint(
+        mine.fingerprint,
+        message.fingerprint,
+        may_differ=mine.may_differ,
+        prefill_name="prefill",
+        decode_name="decode",
+    )
+    check_exchangeable(mine.layout, message.layout, source_name="prefill", destination_name="decode")
+    check_token_share(message.layout, message.coordinates)
+    if message.transport != transport.name:
+        raise IncompatiblePeerError(
+            f"transport: prefill uses {transport.name}, decode {message.transport}; KVFERRY_TRANSPORT, and whether "
+            "KVFERRY_PATH is mapped, must be the same"
+        )
+    return tolerated

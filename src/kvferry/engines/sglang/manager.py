@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
-from sglang.srt.configs.hybrid_arch import mambaish_config
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.disaggregation.base.conn import KVArgs, StateType
 from sglang.srt.disaggregation.common.conn import CommonKVManager, PrefillServerInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 from sglang.srt.environ import envs
-from sglang.srt.runtime_context import get_disagg, get_exec, get_model, get_parallel, get_spec
+from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
 from kvferry import (
     DecodeEndpoint,
-    Device,
-    Entry,
     MemoryKind,
     PrefillEndpoint,
     RankCoordinates,
@@ -30,32 +25,21 @@ from kvferry import (
     TransferState,
 )
 from kvferry.engines.device_threads import bind_thread
-from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang import stock
-from kvferry.engines.sglang.compressed import rings_of
-from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.device_events import DeviceEvents
-from kvferry.engines.sglang.directory import Directory, ask, difference, registry_url
-from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
-from kvferry.engines.sglang.hisparse import JointReceiver, apart, beside, is_hisparse, stage
+from kvferry.engines.sglang.directory import ask, difference, registry_url
+from kvferry.engines.sglang.hisparse import JointReceiver, stage
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
-from kvferry.engines.sglang.host_memory import host_arguments
-from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layer_steps import LayerSteps, layer_steps
-from kvferry.engines.sglang.layouts import describe
-from kvferry.engines.sglang.look_ups import LookUps
 from kvferry.engines.sglang.metadata_rows import MetadataRows
 from kvferry.engines.sglang.options import check_options
 from kvferry.engines.sglang.placement import placement_of
-from kvferry.engines.sglang.pools import caches_of, draft_modules
-from kvferry.engines.sglang.prefill_server import PrefillServer, described, http_url
+from kvferry.engines.sglang.prefill_server import PrefillServers
+from kvferry.engines.sglang.rank_caches import rank_caches
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.engines.sglang.weights import Weights
 from kvferry.errors import (
-    IncompatiblePeerError,
-    RegistryError,
-    RegistryUnreachableError,
     TransferError,
     UnknownRoomError,
     UsageError,
@@ -70,15 +54,15 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     Attributes:
         state_types: what the rank caches beside keys and values.
-        rings: how long DeepSeek V4's rings are; None with another model.
+        caches: what the rank caches, and how it lies in memory.
         metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
         weights: what the rank says of them by now.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
-        groups: what it caches is in pages, or slots, of these groups.
-        is_hisparse: whether sparse attention reads from host memory: `host` and `decode` receive a request together.
+        servers: what it knows of prefill servers, on a decode rank.
+        rooms: the numbers of its requests' rooms.
         stock_peers: answers decode servers without kvferry, on a prefill rank.
     """
 
@@ -120,54 +104,27 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
                 self.attn_tp_size,
             )
-        device = _device(server_args.device, args.gpu_id)
-        self.device_events = DeviceEvents(partial(bind_thread, device))
+        self._settings = settings_beside(
+            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
+        )
+        self.caches = rank_caches(args, server_args, self.place)
+        self.supports_host_destination = self.caches.has_host_pool
+        self._fingerprint = self.caches.fingerprint
+        self.weights = Weights(self._fingerprint["weights"])
+        self.device_events = DeviceEvents(partial(bind_thread, self.caches.layout.device))
+        self.layer_steps: LayerSteps | None = None
+        if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
+            self.layer_steps = layer_steps(args, self.caches.layout, self._settings.layer_ranges)
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._host: DecodeEndpoint | None = None
         self.is_released = False
-        self._settings = settings_beside(
-            envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
-        )
-        model = ModelConfig.from_server_args(server_args)
-        is_divided = self.place.tp_size > 1  # else a rank has all heads
-        totals = totals_by_layer(loaded_modules(apart_from=draft_modules(args))) if is_divided else {}
-        caches = caches_of(args, model, mambaish_config(model), totals, place=self.place)
-        self._fingerprint = _identity(args, model).fingerprint()
-        self.weights = Weights(self._fingerprint["weights"])
-        self.rings = rings_of(args.kvferry_pools.target)
-        self.is_hisparse = is_hisparse(args.kvferry_pools)
-        if self.is_hisparse and self.place.token_parts > 1:
-            raise UsageError(
-                f"--enable-hisparse where {self.place.token_parts} ranks divide the tokens of a request: kvferry has "
-                "not tried it. Leave --dcp-size or --enable-kv-cache-sharding away"
+        self.servers: PrefillServers | None = None
+        if disaggregation_mode is DisaggregationMode.DECODE:
+            self.servers = PrefillServers(
+                self._settings, self.prefill_info_table, partial(stock.abort, self._zmq_ctx), self._refusal
             )
-        self._host_layout: RankLayout | None = None
-        if self.is_hisparse:
-            on_host, caches = apart(caches)
-            self._host_layout = describe(on_host, self.place, Device(MemoryKind.DRAM))
-        self._layout = describe(caches, self.place, device)
-        if self._host_layout is not None:
-            there, here = self._host_layout, self._layout
-            self._host_layout, self._layout = beside(there, here), beside(here, there)
-        self.layer_steps: LayerSteps | None = None
-        if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
-            self.layer_steps = layer_steps(args, self._layout, self._settings.layer_ranges)
-        host = host_arguments(args)
-        self.supports_host_destination = host is not None
-        if host is not None:
-            caches = caches_of(host, model, None, totals, place=self.place)
-            self._host_layout = describe(caches, self.place, Device(MemoryKind.DRAM))
-        self.groups = frozenset(group.name for group in self._layout.groups)
-        layouts = [self._layout] if self._host_layout is None else [self._layout, self._host_layout]
-        uncut = {each.name for layout in layouts for each in layout.components if each.entry is Entry.PAGE}
-        self._uncut = sorted(uncut)
-        self.look_ups: LookUps[PrefillServerInfo] | None = None
-        self._servers: dict[str, PrefillServer] = {}  # by bootstrap address
-        self._connections: dict[tuple[str, int], Future[None]] = {}  # by engine and data-parallel rank
-        self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()  # senders or receivers, by room
-        self._private = itertools.count(-2, -1)  # numbers that no room has
-        self._stock_aborts = ThreadPoolExecutor(1, "kvferry-sglang-stock")  # a decode rank's
+        self.rooms = RoomNumbers()
         self._receivers: dict[int, Receiver | JointReceiver] = {}
         self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
         self.stock_peers: stock.StockPeers | None = None
@@ -227,9 +184,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.device_events.close()
         for endpoint in self._endpoints:
             endpoint.close()
-        self._stock_aborts.shutdown(wait=False, cancel_futures=True)
-        if self.look_ups is not None:
-            self.look_ups.close()
+        if self.servers is not None:
+            self.servers.close()
         recomputing = getattr(self, "_prefill_recompute_executor", None)  # SGLang's, on a decode rank
         if recomputing is not None:
             recomputing.shutdown(wait=False, cancel_futures=True)
@@ -251,7 +207,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     @property
     def is_on_device(self) -> bool:
         """Whether the caches are in a device's memory, and not in the CPU's."""
-        return self._layout.device.kind is MemoryKind.VRAM
+        return self.caches.layout.device.kind is MemoryKind.VRAM
 
     @property
     def prefill(self) -> PrefillEndpoint:
@@ -284,7 +240,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 update={"registry_url": registry_url(address, announcement, self._settings)}
             )
             self._prefill = PrefillEndpoint(
-                self._layout,
+                self.caches.layout,
                 engine=announcement.engine,
                 coordinates=self.place.coordinates,
                 settings=where,
@@ -292,21 +248,18 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 fingerprint=self._fingerprint,
             )
             return
-        self._directory = Directory(self._settings, lost=self.forget_prefill)
-        self.prefill_info_table.clear()  # another directory knows no server: each is looked up anew
-        self._connections.clear()
-        if self.look_ups is not None:
-            self.look_ups.close()
-        self.look_ups = LookUps(self._look_up, self.prefill_info_table)
-        here = self.place.coordinates
-        if self.is_hisparse:
-            assert self._host_layout is not None
-            self._host = self._receiving(self._host_layout, "sglang-decode", stage(here, 0))
-            self._decode = self._receiving(self._layout, "sglang-decode", stage(here, 1))
-            return
-        self._decode = self._receiving(self._layout, "sglang-decode", here)
-        if self._host_layout is not None:
-            self._host = self._receiving(self._host_layout, "sglang-decode-host", here)
+        if self._decode is not None:
+            self.prefill_servers.begin_anew()
+        here, host_layout = self.place.coordinates, self.caches.host_layout
+        if self.caches.is_hisparse:
+            assert host_layout is not None
+            self._host = self._receiving(host_layout, "sglang-decode", stage(here, 0))
+            self._decode = self._receiving(self.caches.layout, "sglang-decode", stage(here, 1))
+        else:
+            self._decode = self._receiving(self.caches.layout, "sglang-decode", here)
+            if host_layout is not None:
+                self._host = self._receiving(host_layout, "sglang-decode-host", here)
+        self.prefill_servers.serve(self._decode)
 
     def _receiving(self, layout: RankLayout, engine: str, coordinates: RankCoordinates) -> DecodeEndpoint:
         return DecodeEndpoint(
@@ -314,7 +267,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             engine=engine,
             coordinates=coordinates,
             settings=self._settings,
-            registry=self._directory,
+            registry=self.prefill_servers.directory,
             fingerprint=self._fingerprint,
         )
 
@@ -330,70 +283,22 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     # ---- prefill servers, as a decode rank knows them ---------------------------------------------------------------
 
+    @property
+    def prefill_servers(self) -> PrefillServers:
+        """What a decode rank knows of them."""
+        assert self.servers is not None
+        return self.servers
+
     def try_ensure_parallel_info(self, bootstrap_addr: str) -> bool:
         """Whether a prefill server was looked up; if not, that is done in the background."""
-        return self.look_ups is not None and self.look_ups.is_found(bootstrap_addr)
-
-    def why_not_found(self, bootstrap_address: str, since: float, now: float) -> str | None:
-        """Returns why a request that has waited since then for a look-up should wait no longer; None if it should."""
-        problem = self.look_ups.problem(bootstrap_address, since) if self.look_ups is not None else None
-        longest_s = self._settings.bootstrap_timeout_s
-        if now - since < (longest_s if problem is None else problem.wait_s(longest_s)):
-            return None
-        reason = problem.error if problem is not None else "it has not answered yet"
-        return f"the prefill server at {bootstrap_address} was not found within {now - since:.1f} s: {reason}"
-
-    def connection(self, engine: str, dp_rank: int) -> Future[None]:
-        """Returns what has a result once the ranks of a prefill engine are connected, and an error if they cannot be.
-
-        Raises:
-            KVFerryError: as `DecodeEndpoint.connecting`.
-        """
-        key = engine, dp_rank
-        known = self._connections.get(key)
-        if known is None or (known.done() and known.exception() is not None):
-            known = self._connections[key] = self.decode.connecting(engine, prefill_dp_rank=dp_rank)
-        return known
-
-    def engine_at(self, bootstrap_address: str) -> str:
-        """Returns the name of the prefill engine behind a bootstrap server.
-
-        Raises:
-            IncompatiblePeerError: if the two servers cannot work together.
-        """
-        server = self._servers[bootstrap_address]
-        if server.refusal is not None:
-            self.forget_prefill(bootstrap_address)  # it may come back with other options
-            raise IncompatiblePeerError(server.refusal)
-        return server.engine
-
-    def refuse(self, bootstrap_address: str, room: int, prefill_dp_rank: int, reason: str) -> None:
-        """Tells a prefill server that was looked up that a room will not be opened here.
-
-        Args:
-            prefill_dp_rank: the data-parallel group there that has the request.
-            reason: why, in words.
-        """
-        server = self._servers.get(bootstrap_address)
-        if server is not None and not server.engine:
-            self._stock_aborts.submit(stock.abort, self._zmq_ctx, bootstrap_address, server.info, room, prefill_dp_rank)
-        elif server is not None:
-            self.decode.refuse(room, reason, engine=server.engine, prefill_dp_rank=prefill_dp_rank)
-
-    def forget_prefill(self, bootstrap_address: str) -> None:
-        """Makes the next request look a prefill server up again: another one may have come in its place."""
-        self.prefill_info_table.pop(bootstrap_address, None)
-        server = self._servers.get(bootstrap_address)
-        for key in list(self._connections):
-            if server is not None and key[0] == server.engine:
-                self._connections.pop(key, None)
+        return self.servers is not None and self.servers.is_found(bootstrap_addr)
 
     def should_verify_kv_checksum(self, bootstrap_addr: str) -> bool:
         """Whether SGLang's own checksum of a request is of the bytes that this rank has.
 
         It comes with the first token, from the first tensor-parallel rank, which digests what itself has.
         """
-        server = self._servers.get(bootstrap_addr)
+        server = self.prefill_servers.get(bootstrap_addr)
         return (
             server is not None
             and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
@@ -402,65 +307,23 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             and self.attn_tp_rank == 0
         )
 
-    def has_other_pages(self, bootstrap_address: str) -> bool:
-        """Whether pages of a prefill server that was looked up have another size than this side's."""
-        own: int = self.kv_args.page_size
-        return self._servers[bootstrap_address].page_tokens != own
-
-    def _look_up(self, address: str) -> PrefillServerInfo:
-        """Looks up the prefill server behind a bootstrap server. Runs in the background."""
-        engine, refusal = "", None
-        try:
-            announcement = ask(address)
-        except RegistryUnreachableError:
-            raise
-        except RegistryError as error:
-            try:
-                info = described(address)
-            except RegistryError:
-                raise error from None
-            refusal = str(error)  # a server of SGLang's, without kvferry
-        else:
-            engine, info = announcement.engine, described(address)
-            self._directory.add(engine, registry_url(address, announcement, self.decode.settings), address)
-        self._servers[address] = PrefillServer(
-            engine=engine,
-            info=info,
-            http_url=http_url(address, info),
-            attn_tp_size=info.attn_tp_size,
-            page_tokens=info.page_size,
-            is_divided=info.pp_size > 1 or getattr(info, "enable_kv_cache_sharding", False),
-            refusal=refusal or self._refusal(info, address),
-        )
-        return info
-
     def _refusal(self, info: PrefillServerInfo, address: str) -> str | None:
         """Returns why this side and a prefill server cannot work together, beyond their layouts; None if they can."""
-        uncut = f"--page-size, since pages of {', '.join(self._uncut)} cannot be cut between tokens,"
+        uncut = f"--page-size, since pages of {', '.join(self.caches.uncut)} cannot be cut between tokens,"
         pairs = (
-            (uncut, info.page_size if self._uncut else None, self.kv_args.page_size),
+            (uncut, info.page_size if self.caches.uncut else None, self.kv_args.page_size),
             ("--kv-cache-dtype", info.kv_cache_dtype, self.kv_cache_dtype_str),
             ("KV layout", kv_layout(info), kv_layout(self)),
             ("--disaggregation-decode-allocation-policy", info.decode_allocation_policy, "early"),
         )
         return difference(address, pairs)
 
-    # ---- requests, by the numbers of their rooms --------------------------------------------------------------------
-
     def number_of(self, room: int, request: Any) -> int:
-        """Returns the number that SGLang's tables have a new sender or receiver under.
-
-        That is its room's, unless another request has it: then one of its own, so that it can fail alone.
-        """
-        if self._requests.setdefault(room, request) is not request:
-            return next(self._private)
-        self.request_status.pop(room, None)  # of a request that SGLang dropped
-        return room
-
-    def forget_request(self, room: int, request: Any) -> None:
-        """Frees a room's number, once SGLang is done with the request."""
-        if self._requests.get(room) is request:
-            del self._requests[room]
+        """Returns the number that SGLang's tables have a new sender or receiver under, as `RoomNumbers.take`."""
+        number = self.rooms.take(room, request)
+        if number == room:
+            self.request_status.pop(room, None)  # of a request that SGLang dropped
+        return number
 
     # ---- rooms of a decode rank -------------------------------------------------------------------------------------
 
@@ -490,7 +353,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         SGLang's own knows none while a prefill server is to be looked up again, as after another request's failure.
         """
-        server = self._servers.get(kv_receiver.bootstrap_addr)
+        server = self.prefill_servers.get(kv_receiver.bootstrap_addr)
         return server.http_url if server is not None else None
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
@@ -512,19 +375,22 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return str(NetworkAddress(host, self.bootstrap_port).to_host_port_str())
 
 
-def _identity(args: KVArgs, model: Any) -> CacheIdentity:
-    return cache_identity(
-        args,
-        model,
-        given=get_model(),
-        speculative=get_spec(),
-        execution=get_exec(),
-        version=engine_version(),
-    )
+class RoomNumbers:
+    """The numbers that SGLang's tables have senders and receivers under."""
 
+    def __init__(self) -> None:
+        """Has given none."""
+        self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()  # senders or receivers, by room
+        self._private = itertools.count(-2, -1)  # numbers that no room has
 
-def _device(name: str, index: int) -> Device:
-    kinds = {"cpu": MemoryKind.DRAM, "cuda": MemoryKind.VRAM}
-    if name not in kinds:
-        raise UsageError(f"--device is {name}: kvferry transfers between pools of cpu and cuda")
-    return Device(kinds[name], index if name == "cuda" else 0)
+    def take(self, room: int, request: Any) -> int:
+        """Returns the number for a new sender or receiver.
+
+        That is its room's, unless another request has it: then one of its own, so that it can fail alone.
+        """
+        return room if self._requests.setdefault(room, request) is request else next(self._private)
+
+    def free(self, room: int, request: Any) -> None:
+        """Frees a room's number, once SGLang is done with the request."""
+        if self._requests.get(room) is request:
+            del self._requests[room]

@@ -106,7 +106,7 @@ def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, *
     token, draft = _window.set(queue.scheduler.sliding_window_size), _draft_runner.set(_runner_of(queue.scheduler))
     try:
         manager = original(queue, *arguments, **named)
-        if getattr(manager, "look_ups", None) is not None:  # one of ours, that receives
+        if getattr(manager, "servers", None) is not None:  # one of ours, that receives
             take_over(queue)
         return manager
     finally:

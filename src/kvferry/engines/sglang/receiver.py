@@ -68,7 +68,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return
         self.prefill_dp_rank = prefill_dp_rank
         try:
-            self._engine = self.kv_mgr.engine_at(self.bootstrap_addr)
+            self._engine = self.kv_mgr.prefill_servers.engine_at(self.bootstrap_addr)
             if self._problem is not None:
                 raise self._problem
         except KVFerryError as error:
@@ -95,9 +95,6 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return
         pages = page_numbers(kv_indices)  # copied, and checked, where the room is opened
         prefix_tokens = decode_prefix_len or 0
-        place = self.kv_mgr.place
-        prefix_pages = prefix_tokens // place.page_tokens
-        total_pages = prefix_pages + len(pages)
         try:
             if self.kv_mgr.is_released:
                 raise UsageError(
@@ -106,42 +103,49 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 )
             if device_kv_indices is not None:
                 raise UsageError("kvferry does not write to host memory and to the device in one room of SGLang's")
-            if self.kv_mgr.is_hisparse:
+            if self.kv_mgr.caches.is_hisparse:
                 if prefix_tokens:
                     raise EngineContractError(f"with HiSparse SGLang says that {prefix_tokens} tokens are here already")
                 self._open_apart(pages, state_indices)
-                self._aux_index = aux_index
-                return
-            into_host = destination != KVTransferDestination.DEVICE
-            endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
-            kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
-            own = {KV_GROUP: GroupPages(kept.pages)} if KV_GROUP in self.kv_mgr.groups else {}
-            whole = whole_pages(place, self.kv_mgr.groups, pages, first=prefix_pages, tokens=self._prompt.tokens)
-            states = state_pages(
-                self.kv_mgr.state_types,
-                state_indices,
-                total_pages,
-                last=pages,
-                index=whole.get(INDEX_GROUP),
-                rings=self.kv_mgr.rings,
-                tokens=self._prompt.tokens,
-            )
-            self._transfer = endpoint.open(
-                self.bootstrap_room,
-                {**own, **whole, **states},
-                engine=self._engine,
-                prefill_dp_rank=self.prefill_dp_rank,
-                prefix_tokens=prefix_tokens,
-                # Pages of another size do not fill this side's last one, and of that, ranks that divide pages have
-                # unequal parts. Pages of the same size move whole: SGLang's checksums are of whole pages.
-                tokens=self._prompt.tokens if self._counts_tokens(place) else None,
-                depends_on=self._prompt.depends_on,
-            )
+            else:
+                into_host = destination != KVTransferDestination.DEVICE
+                endpoint = self.kv_mgr.host if into_host else self.kv_mgr.decode
+                self._open_at(endpoint, pages, state_indices, prefix_tokens)
         except KVFerryError as error:
             self._refuse(str(error))
             self._fail(str(error))
             return
         self._aux_index = aux_index
+
+    def _open_at(
+        self, endpoint: DecodeEndpoint, pages: NDArray[Any], state_indices: list[Any] | None, prefix_tokens: int
+    ) -> None:
+        """Opens the room at one endpoint."""
+        place, groups = self.kv_mgr.place, self.kv_mgr.caches.groups
+        prefix_pages = prefix_tokens // place.page_tokens
+        kept = place.kept(pages, first=prefix_pages, tokens=self._prompt.tokens)
+        own = {KV_GROUP: GroupPages(kept.pages)} if KV_GROUP in groups else {}
+        whole = whole_pages(place, groups, pages, first=prefix_pages, tokens=self._prompt.tokens)
+        states = state_pages(
+            self.kv_mgr.state_types,
+            state_indices,
+            prefix_pages + len(pages),
+            last=pages,
+            index=whole.get(INDEX_GROUP),
+            rings=self.kv_mgr.caches.rings,
+            tokens=self._prompt.tokens,
+        )
+        self._transfer = endpoint.open(
+            self.bootstrap_room,
+            {**own, **whole, **states},
+            engine=self._engine,
+            prefill_dp_rank=self.prefill_dp_rank,
+            prefix_tokens=prefix_tokens,
+            # Pages of another size do not fill this side's last one, and of that, ranks that divide pages have
+            # unequal parts. Pages of the same size move whole: SGLang's checksums are of whole pages.
+            tokens=self._prompt.tokens if self._counts_tokens(place) else None,
+            depends_on=self._prompt.depends_on,
+        )
         self.kv_mgr.receives(self.bootstrap_room, self._transfer)
 
     def _open_apart(self, host_pages: NDArray[Any], state_indices: list[Any] | None) -> None:
@@ -202,14 +206,16 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Looks how far the prefill server is that the request has no pages for yet."""
         if not self._engine:
             now = time.monotonic()
-            if (reason := self.kv_mgr.why_not_found(self.bootstrap_addr, self._made_at, now)) is not None:
+            if (
+                reason := self.kv_mgr.prefill_servers.why_not_found(self.bootstrap_addr, self._made_at, now)
+            ) is not None:
                 self._fail(reason)
             return
         if self._connection is None:
             if self.kv_mgr.is_released:
                 return
             try:
-                self._connection = self.kv_mgr.connection(self._engine, self.prefill_dp_rank)
+                self._connection = self.kv_mgr.prefill_servers.connection(self._engine, self.prefill_dp_rank)
             except KVFerryError as problem:  # such as a name that no engine can have: anybody may announce one
                 self._fail(f"the prefill server at {self.bootstrap_addr}: {problem}")
                 return
@@ -219,7 +225,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         if error is None:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
             return
-        self.kv_mgr.forget_prefill(self.bootstrap_addr)  # also where requests name the server by another address
+        self.kv_mgr.prefill_servers.forget(
+            self.bootstrap_addr
+        )  # also where requests name the server by another address
         if not isinstance(error, EngineEndedError):  # else nobody is there to be told
             self._refuse(str(error))
         self._fail(f"the prefill server at {self.bootstrap_addr}: {error}")
@@ -242,7 +250,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Forgets the request, which SGLang is done with. From then on the room's number may be another request's."""
         super().clear()
         if self._room is not None:
-            self.kv_mgr.forget_request(self._room, self)
+            self.kv_mgr.rooms.free(self._room, self)
         give_up(self._transfer, "SGLang is through with the request")
         self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)
@@ -260,7 +268,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _counts_tokens(self, place: Placement) -> bool:
         """Whether pages alone do not say what is missing here."""
-        return place.token_parts > 1 or self.kv_mgr.has_other_pages(self.bootstrap_addr)
+        theirs = self.kv_mgr.prefill_servers.page_tokens(self.bootstrap_addr)
+        return place.token_parts > 1 or theirs != self.kv_mgr.kv_args.page_size
 
     def _status_of(self, transfer: Receiver | JointReceiver) -> int:
         state = transfer.state
@@ -288,7 +297,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         if self._transfer is None and self._owns_bootstrap_room and not self._has_refused:
             self._has_refused = True
             dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang sets it with `init`
-            self.kv_mgr.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)
+            self.kv_mgr.prefill_servers.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)

@@ -263,8 +263,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         place, first = self.kv_mgr.place, self._prefix_pages + self.curr_idx
         kept = place.kept(pages, first=first, tokens=self._tokens)
         self._token_part = self._token_part if kept.token_part is None else kept.token_part
-        own = {KV_GROUP: GroupPages(kept.pages, kept.start)} if KV_GROUP in self.kv_mgr.groups else {}
-        return own | whole_pages(place, self.kv_mgr.groups, pages, first=first, tokens=self._tokens)
+        own = {KV_GROUP: GroupPages(kept.pages, kept.start)} if KV_GROUP in self.kv_mgr.caches.groups else {}
+        return own | whole_pages(place, self.kv_mgr.caches.groups, pages, first=first, tokens=self._tokens)
 
     def _hand_in(self, chunk: _Chunk) -> None:
         """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
@@ -283,7 +283,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                     total,
                     last=pages,
                     index=groups.get(INDEX_GROUP),
-                    rings=self.kv_mgr.rings,
+                    rings=self.kv_mgr.caches.rings,
                     tokens=self._tokens,
                 )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
@@ -319,7 +319,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with."""
         super().clear()
-        self.kv_mgr.forget_request(self._room, self)
+        self.kv_mgr.rooms.free(self._room, self)
         self._give_up("SGLang is through with the request")
 
     def get_transfer_metric(self) -> KVTransferMetric:

@@ -205,6 +205,24 @@ def _caches() -> Iterator[Line]:
         f"{interface}:ChunkedLocalAttentionSpec", ("block_size", "attention_chunk_size"), "caches are described by it"
     )
     yield Fields(
+        f"{interface}:AttentionSpec",
+        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
+        "it tells how KV heads are kept",
+    )
+    yield Members(
+        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+    )
+    yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
+    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
+    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+    yield Fields(
+        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
+    )
+
+
+def _states() -> Iterator[Line]:
+    interface = "vllm.v1.kv_cache_interface"
+    yield Fields(
         f"{interface}:MambaSpec",
         ("block_size", "shapes", "dtypes", "mamba_type", "tp_replicated"),
         "recurrent state is described by it",
@@ -230,15 +248,9 @@ def _caches() -> Iterator[Line]:
         ("intermediate_size", "n_groups", "ssm_state_size", "conv1d"),
         "it tells how a convolution is divided",
     )
-    yield Fields(
-        f"{interface}:AttentionSpec",
-        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
-        "it tells how KV heads are kept",
-    )
-    yield Members(
-        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
-    )
-    yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
+
+
+def _projections() -> Iterator[Line]:
     projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
     yield Mentions(
         "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
@@ -253,11 +265,6 @@ def _caches() -> Iterator[Line]:
         ("tp_rank", "num_kv_head_replicas"),
         "ranks that share a KV head are neighbours",
     )
-    yield Fields(
-        "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
-    )
-    yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
-    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
 
 
 def _configuration() -> Iterator[Line]:
@@ -449,7 +456,8 @@ def _cache_hit_source() -> Iterator[Line]:
 
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
-    parts = (_callers, _structures, _caches, _configuration, _identity, _changes, _connectors_and_metrics)
+    caches = (_caches, _states, _projections)
+    parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _connectors_and_metrics)
     others = (line for part in parts for line in part())
     return Contract("vLLM", (tried,), (*_hooks(unknown), *others, *more))
 
