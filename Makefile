@@ -84,7 +84,7 @@ help:
 	@echo "make format  let the tools fix style"
 	@echo "make site    set up, then build the documentation into site/; any warning is an error"
 	@echo "make docs    write what the documents say about the code from the code"
-	@echo "make bench   set up, then measure the standard set and write docs/benchmarks.md"
+	@echo "make bench   set up, then measure the standard set and write docs/design/benchmarks.md"
 	@echo "make bench-memory  set up, then see whether memory grows over 100,000 transfers"
 	@echo "make bench-gpu     the standard set on one GPU, with the Python that is there (PART=1 to 3 for a part, into OUT=)"
 	@echo "make gpu-wheels    a folder of wheels for a machine with a GPU and no network (PYTHON_VERSION=3.12 CUDA=13)"

@@ -1,4 +1,4 @@
-"""The standard set: measures everything that docs/benchmarks.md shows, and writes its section for this kind of device.
+"""The standard set: measures what docs/design/benchmarks.md shows, and writes its section for this kind of device.
 
     python -m benchmarks.standard                 # in main memory, as `make bench`
     python -m benchmarks.standard --device cuda   # in the memory of one GPU, as `make bench-gpu`
@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.standard_page import is_exact, section, with_section
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "benchmarks.md"
+PAGE = ROOT / "docs" / "design" / "benchmarks.md"
 LONGEST_STEP_S = 240.0
 
 PARTS = (("equal", "2->1", "one-token"), ("1->2", "4->2", "steady"), ("submit", "idle", "first", "growth"))
@@ -176,7 +176,7 @@ def main() -> None:
     """Measures and writes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--output", type=Path, default=PAGE, help="the page; docs/benchmarks.md by default")
+    parser.add_argument("--output", type=Path, default=PAGE, help="the page; docs/design/benchmarks.md by default")
     parser.add_argument("--steps", help=f"only some, separated by commas: {', '.join(steps('cpu'))}")
     parser.add_argument("--part", type=int, choices=range(1, len(PARTS) + 1), help="only a part, in under 8 minutes")
     parser.add_argument("--into", type=Path, help="a folder for a part's JSON and page, instead of --save and --output")

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md from what was measured: pure, so that tests can read it.
+"""docs/design/benchmarks.md from what was measured: pure, so that tests can read it.
 
 A run is one JSON object: the machine, every step's command and what it printed, or why it failed. The page has one
 section for each kind of device, between marks; what stands outside them is written by hand and stays.

@@ -1,9 +1,9 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
-The state diagrams of docs/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
+The state diagrams of docs/design/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
 tables of docs/reliability.md and docs/observability.md from `protocol/transfer/states.py` and `observe/metrics.py`,
-those of docs/caches.md from the plug-ins, docs/families.md from the families that tests build, the spine of
-docs/reading.md from the files that it names. A test checks that none has fallen behind.
+those of docs/design/caches.md from the plug-ins, docs/design/families.md from the families that tests build, the
+spine of docs/reading.md from the files that it names. A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -51,9 +51,10 @@ from kvferry.protocol.wire.messages import OpenRoom
 from kvferry.settings import PREFIX, Settings
 
 DOCS = Path(__file__).parent
+DESIGN = DOCS / "design"
 
 CACHE_KINDS = {"vllm": vllm.KINDS, "sglang": sglang.KINDS}
-"""What each plug-in transfers, by the mark in docs/caches.md."""
+"""What each plug-in transfers, by the mark in docs/design/caches.md."""
 
 SPINE: dict[type, str] = {
     Component: "A kind of cached state is its axes, and whether a token, a page or a request has an entry.",
@@ -140,8 +141,8 @@ def mermaid(table: Mapping[Any, Mapping[Any, Any]]) -> str:
 
 
 def protocol_page() -> str:
-    """docs/protocol.md with the diagrams between its marks made anew."""
-    text = (DOCS / "protocol.md").read_text()
+    """docs/design/protocol.md with the diagrams between its marks made anew."""
+    text = (DESIGN / "protocol.md").read_text()
     for mark, diagram in (("sender", mermaid(SENDER_TRANSITIONS)), ("receiver", mermaid(RECEIVER_TRANSITIONS))):
         before, rest = text.split(f"<!-- {mark} -->\n")
         _, after = rest.split(f"<!-- /{mark} -->")
@@ -193,8 +194,8 @@ def exported() -> list[Metric]:
 
 
 def caches_page() -> str:
-    """docs/caches.md with a table for every engine made anew."""
-    text = (DOCS / "caches.md").read_text()
+    """docs/design/caches.md with a table for every engine made anew."""
+    text = (DESIGN / "caches.md").read_text()
     for mark, kinds in CACHE_KINDS.items():
         before, rest = text.split(f"<!-- {mark} -->\n")
         _, after = rest.split(f"<!-- /{mark} -->")
@@ -203,8 +204,8 @@ def caches_page() -> str:
 
 
 def families_page() -> str:
-    """docs/families.md with a table for every engine, and the list of what shows their cells, made anew."""
-    text = (DOCS / "families.md").read_text()
+    """docs/design/families.md with a table for every engine, and the list of what shows their cells, made anew."""
+    text = (DESIGN / "families.md").read_text()
     notes: dict[tuple[str, str], int] = {}
     rows: dict[str, dict[str, list[str]]] = {}
     for engine, family, shape, cell in cells():
@@ -255,12 +256,12 @@ def settings_page() -> str:
 
 def main() -> None:
     """Writes all of them."""
-    (DOCS / "protocol.md").write_text(protocol_page())
+    (DESIGN / "protocol.md").write_text(protocol_page())
     (DOCS / "settings.md").write_text(settings_page())
     (DOCS / "reliability.md").write_text(reliability_page())
     (DOCS / "observability.md").write_text(observability_page())
-    (DOCS / "caches.md").write_text(caches_page())
-    (DOCS / "families.md").write_text(families_page())
+    (DESIGN / "caches.md").write_text(caches_page())
+    (DESIGN / "families.md").write_text(families_page())
     (DOCS / "reading.md").write_text(reading_page())
 
 

@@ -223,7 +223,7 @@ class Settings(BaseSettings):
         "auto",
         description="Which way bytes go: straight from pages to pages, through staging memory, or whichever of the two "
         "is faster. mapped, on both sides, is for GPUs of one host: a prefill rank maps decode ranks' pools and copies "
-        "into their pages by a kernel (docs/paths.md says at which risk).",
+        "into their pages by a kernel (docs/design/paths.md says at which risk).",
     )
     direct_mib: float = Field(
         1024.0,

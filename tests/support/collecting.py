@@ -1,5 +1,5 @@
-"""What tests there are, and what they say that they try: what stands behind the tables of docs/families.md and
-docs/caches.md.
+"""What tests there are, and what they say that they try: what stands behind the tables of docs/design/families.md and
+docs/design/caches.md.
 
 A test says what it tries by `@pytest.mark.shows("vllm", "MLAAttentionSpec")`, or a case of one by the same mark.
 """
@@ -82,7 +82,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     Path(os.environ[FILE]).write_bytes(msgspec.json.encode(session.config.stash[COLLECTED]))
 
 
-# ---- docs/families.md -----------------------------------------------------------------------------------------------
+# ---- docs/design/families.md ----------------------------------------------------------------------------------------
 
 
 def missing_tests(cells: Iterable[Cell], folder: str, config: pytest.Config) -> list[str]:
@@ -96,7 +96,7 @@ def missing_tests(cells: Iterable[Cell], folder: str, config: pytest.Config) -> 
     return sorted(named - {each.name for each in run} - {each.test for each in run})
 
 
-# ---- docs/caches.md -------------------------------------------------------------------------------------------------
+# ---- docs/design/caches.md ------------------------------------------------------------------------------------------
 
 
 def shown_in(folder: str, rows: Sequence[CacheKind], config: pytest.Config) -> list[CollectedTest]:

@@ -1,8 +1,8 @@
 """The model families that kvferry is tried with, as data: a tiny configuration of each, with what makes it special.
 
-What becomes of each of them on every engine and shape is in `family_cells`; docs/families.md is made from both. Sizes
-are such that four tensor-parallel ranks divide, or share, all that ranks divide in the real models, and that each of
-two pipeline stages has layers of every kind.
+What becomes of each of them on every engine and shape is in `family_cells`; docs/design/families.md is made from both.
+Sizes are such that four tensor-parallel ranks divide, or share, all that ranks divide in the real models, and that
+each of two pipeline stages has layers of every kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What becomes of every family on every engine and in every shape, and which test shows it: docs/families.md.
+"""What becomes of every family on every engine and in every shape, and which test shows it: docs/design/families.md.
 
 A cell is a line: what changes its status changes that line. Tests read them too, so that a family which is refused
 today and is exchanged tomorrow fails them until its line says so.

@@ -43,7 +43,7 @@ class Family:
     """A family of models.
 
     Attributes:
-        name: how it is called in tests and in docs/families.md.
+        name: how it is called in tests and in docs/design/families.md.
         members: published models that are of it, in words.
         special: what its cache has that other families' do not have.
         model_type: of its configuration, as transformers calls it.

@@ -56,7 +56,7 @@ def test_a_state_diagram_holds_as_many_arrows_as_the_table(table: Any):
 
 
 def test_the_state_diagrams_are_those_of_the_tables():
-    assert (ROOT / "docs/protocol.md").read_text() == docs_program("generate").protocol_page(), "run `make docs`"
+    assert (ROOT / "docs/design/protocol.md").read_text() == docs_program("generate").protocol_page(), "run `make docs`"
 
 
 def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
@@ -64,7 +64,7 @@ def test_the_page_on_reliability_has_the_table_of_what_holds_pages():
 
 
 def test_the_page_on_caches_has_every_kind_that_a_plug_in_knows():
-    assert (ROOT / "docs/caches.md").read_text() == docs_program("generate").caches_page(), "run `make docs`"
+    assert (ROOT / "docs/design/caches.md").read_text() == docs_program("generate").caches_page(), "run `make docs`"
 
 
 def test_the_page_to_read_first_names_files_that_are_there_and_their_lines_add_up():
@@ -108,7 +108,7 @@ def test_the_readmes_python_runs(number: int, tmp_path: Path):
 
 def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Path):
     script = tmp_path / "pasted.py"
-    script.write_text("\n".join(python_blocks("docs/layouts.md")))
+    script.write_text("\n".join(python_blocks("docs/design/layouts.md")))
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert run.stdout == "['kv', 'window-1024', 'state']\n"
@@ -116,7 +116,7 @@ def test_the_python_of_the_page_on_layouts_runs_from_top_to_bottom(tmp_path: Pat
 
 @pytest.mark.full
 def test_the_tests_on_the_page_on_testing_pass_as_they_are(tmp_path: Path):
-    (pasted,) = python_blocks("docs/testing.md")
+    (pasted,) = python_blocks("docs/design/testing.md")
     (tmp_path / "test_engine.py").write_text(pasted)
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "test_engine.py"]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
@@ -148,7 +148,7 @@ def test_the_page_on_security_has_the_bounds_of_the_code():
 SHOWN = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "src").rglob("*.py")),
 ]
 
@@ -176,7 +176,7 @@ def test_the_readmes_first_screen_says_what_it_is_shows_it_and_has_a_figure_that
     assert blocks(screen, "") == ["make demo\nmake test\n"]
     (figure,) = re.findall(r"\*\*(\d[\d.,]*x)\*\*", screen)
     assert f"| TP 4->2, 16-token pages, scattered | 4x the direct path | {figure} | yes |" in (
-        (ROOT / "docs/benchmarks.md").read_text()
+        (ROOT / "docs/design/benchmarks.md").read_text()
     )
 
 
@@ -203,12 +203,12 @@ def test_the_changelog_has_the_protocol_version_of_the_code():
 
 
 def test_documents_link_to_what_exists():
-    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")):
+    for document in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")):
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/*.md"))]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(str(page.relative_to(ROOT)) for page in ROOT.glob("docs/**/*.md"))]
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -218,12 +218,12 @@ def test_files_of_the_code_that_a_page_names_are_there(document: str):
 
 
 @pytest.mark.sampled(one_in=3)
-@pytest.mark.parametrize("command", "".join(blocks((ROOT / "docs/algebra.md").read_text(), "bash")).splitlines())
+@pytest.mark.parametrize("command", "".join(blocks((ROOT / "docs/design/algebra.md").read_text(), "bash")).splitlines())
 def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path: Path):
     pytest.importorskip("matplotlib")
     program, *arguments = shlex.split(command)
     assert program == "kvferry"
-    assert f"(drawings/{Path(arguments[-1]).name})" in (ROOT / "docs/algebra.md").read_text()
+    assert f"(../drawings/{Path(arguments[-1]).name})" in (ROOT / "docs/design/algebra.md").read_text()
     assert (ROOT / arguments[-1]).read_text().startswith("<?xml")
     arguments[-1] = str(tmp_path / "drawn.svg")
     run = subprocess.run(

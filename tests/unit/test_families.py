@@ -12,7 +12,7 @@ EVERY = list(cells())
 
 
 def test_the_page_on_families_has_every_cell():
-    assert (ROOT / "docs/families.md").read_text() == docs_program("generate").families_page(), "run `make docs`"
+    assert (ROOT / "docs/design/families.md").read_text() == docs_program("generate").families_page(), "run `make docs`"
 
 
 def test_every_family_has_a_row_for_every_engine_and_a_cell_for_every_shape():

@@ -1,4 +1,4 @@
-"""docs/benchmarks.md says what was measured, and what was not."""
+"""docs/design/benchmarks.md says what was measured, and what was not."""
 
 from __future__ import annotations
 
@@ -289,7 +289,7 @@ def test_a_gpu_that_is_not_there_ends_the_command(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_page_names_no_place_on_this_machine():
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    page = (ROOT / "docs" / "design" / "benchmarks.md").read_text()
     assert not re.search(r"(?<![\w.])/(?:home|root|tmp|work|usr)\b", page)
     assert page.count("<!-- cpu -->") == page.count("<!-- /cpu -->") == 1
 

@@ -1,8 +1,8 @@
 """Which kinds of cache a plug-in transfers and which it refuses, as data.
 
 One tuple in each plug-in says what is known of every kind that its engine has. The plug-in looks every cache up in it,
-so that a kind which nobody has thought of is refused by name; docs/caches.md is made from the same tuple, and a test
-checks that the test of every row is there. Nothing here knows an engine.
+so that a kind which nobody has thought of is refused by name; docs/design/caches.md is made from the same tuple, and a
+test checks that the test of every row is there. Nothing here knows an engine.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class CacheKinds:
         raise LayoutError(f"{where} keep {what}. It transfers {known}; serve this model without kvferry")
 
     def markdown(self) -> str:
-        """Makes the table for docs/caches.md, with a row for every kind."""
+        """Makes the table for docs/design/caches.md, with a row for every kind."""
         return "\n".join(self._rows())
 
     def _rows(self) -> Iterator[str]:

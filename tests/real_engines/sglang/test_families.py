@@ -1,6 +1,6 @@
 """Every family of models, as SGLang's own configurator caches it, between ranks of any number, byte for byte.
 
-No model runs. What runs on a CPU is compared token by token elsewhere: docs/families.md says where.
+No model runs. What runs on a CPU is compared token by token elsewhere: docs/design/families.md says where.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ MODELS = {
 
 
 SHOWN = {"latents": ("MLATokenToKVPool",), "recurrent state": ("StateType.MAMBA",)}
-"""Which kinds of cache they try, as docs/caches.md has them."""
+"""Which kinds of cache they try, as docs/design/caches.md has them."""
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])

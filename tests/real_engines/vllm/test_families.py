@@ -2,7 +2,7 @@
 
 No model runs: its layers, cache specs, groups and pools are vLLM's, and the plug-in describes them as in a worker.
 Blocks are as GPUs have them, where tokens can be told apart. What runs on a CPU is compared token by token elsewhere:
-`docs/families.md` says where.
+`docs/design/families.md` says where.
 """
 
 from __future__ import annotations

@@ -116,13 +116,15 @@ def test_names_that_appear_twice_and_nothing_at_all():
 
 
 def test_the_document_lists_every_model_type():
-    text = (ROOT / "docs/models.md").read_text()
+    text = (ROOT / "docs/design/models.md").read_text()
     listed = set(re.findall(r"`([a-z0-9_]+)`", text))
     assert {name.removesuffix("_text") for name in FAMILIES} <= listed
 
 
 def test_the_examples_in_the_documents_are_valid():
-    blocks = re.findall(r"^```json\n(.*?)^```$", (ROOT / "docs/models.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+    blocks = re.findall(
+        r"^```json\n(.*?)^```$", (ROOT / "docs/design/models.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert len(blocks) >= 2
     for block in blocks:
         assert model_cache_from_config(json.loads(block)).components
