@@ -149,7 +149,7 @@ def request_conditions(
 def prompt_digest(tokens: Sequence[int] | NDArray[np.int64], count: int | None = None) -> bytes:
     """Digests the first tokens of a prompt; arguments as of `request_conditions`.
 
-    A list is taken part by part: between them other threads have the interpreter. docs/bench.md has figures.
+    A list is taken part by part: between them other threads have the interpreter.
     """
     most = len(tokens) if count is None else min(count, len(tokens))
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
