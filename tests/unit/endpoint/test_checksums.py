@@ -394,7 +394,7 @@ def test_what_the_wire_changes_is_found(pair: Callable[..., Requests], monkeypat
 
 
 def test_a_source_that_changes_while_it_is_read_is_found(pair: Callable[..., Requests]):
-    """After it was digested, and before it crosses. The staged way reads the source once: docs/design/checksums.md."""
+    """After it was digested, and before it crosses. The staged way reads the source once: docs/design/faults.md."""
     requests = pair(ATTENTION, path="direct", checksums=True)
     requests.connect()
     request = requests.new(2)
