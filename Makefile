@@ -72,7 +72,7 @@ help:
 	@echo "make kubernetes-schemas  install what the test of the manifests in deploy/kubernetes needs, 72 MB, and skips without"
 	@echo "make etcd    get Debian's etcd for the tests, into .etcd, if none is installed"
 	@echo "make planted  plant a fault in every layer, one by one, and say what finds it (PLANTED='window prefix')"
-	@echo "make tiers   write CONTRIBUTING's table of tiers from the last runs of these three"
+	@echo "make tiers   print what the last runs of these three took, as a table"
 	@echo "make vllm    set up vLLM for CPUs with kvferry in .venv-vllm, to try it: docs/vllm.md"
 	@echo "make test-engines  set up real engines, and the version before of each, then run all tests on them"
 	@echo "make test-engines-long  only those of them that take too long for make test-all"
@@ -136,7 +136,7 @@ sim: $(INSTALLED)
 # Tests start hundreds of interpreters: each would compile the library, and pytest rewrite the tests, anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-# Every run of a tier keeps what each test took: `make tiers` writes CONTRIBUTING's table from that.
+# Every run of a tier keeps what each test took: `make tiers` prints a table of that.
 # A process that crashes fails its test, and is not replaced: the others take over what it had left, where a
 # replacement waits for ever.
 DURATIONS := .durations

@@ -1,6 +1,6 @@
 """Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `make planted`.
 
-python -m proof.planted                 all of them; CONTRIBUTING.md gets the table
+python -m proof.planted                 all of them
 python -m proof.planted window prefix   those whose names or files have one of the words
 """
 
@@ -20,8 +20,6 @@ from proof.planted.catalogue import CATALOGUE, PlantedFault
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 1800.0
 
-TABLE = ROOT / "CONTRIBUTING.md"
-MARKS = "<!-- catalogue -->\n", "<!-- /catalogue -->"
 TIERS = ("make test", "make test-all", "nothing")
 """What may find a fault, the first that does."""
 
@@ -83,13 +81,6 @@ def markdown(found: Mapping[PlantedFault, str]) -> str:
     return "\n".join(lines)
 
 
-def write(found: Mapping[PlantedFault, str]) -> None:
-    """Writes the table."""
-    before, rest = TABLE.read_text().split(MARKS[0])
-    _, after = rest.split(MARKS[1])
-    TABLE.write_text(f"{before}{MARKS[0]}{markdown(found)}\n{MARKS[1]}{after}")
-
-
 def main() -> int:
     """Says which fault is found by what; the exit code is 0 only if each is found by something."""
     words = sys.argv[1:]
@@ -107,8 +98,6 @@ def main() -> int:
             found[fault] = tier = found_by(fault, tree)
             sys.stdout.write(f"{fault.layer:10} {fault.name}: found by {tier} ({time.monotonic() - begun:.0f} s)\n")
             sys.stdout.flush()
-    if not words:
-        write(found)
     sys.stdout.write(f"{len(faults)} faults:\n{markdown(found)}\n")
     return int("nothing" in found.values())
 
