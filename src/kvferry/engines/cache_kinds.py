@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from kvferry.errors import LayoutError
 
@@ -81,15 +82,20 @@ class CacheKinds:
         raise LayoutError(f"{where} keep {what}. It transfers {known}; serve this model without kvferry")
 
     def markdown(self) -> str:
-        """Makes the table for docs/design/caches.md, with a row for every kind."""
+        """Makes the table for docs/design/caches.md: neighbours of one fate that one test shows share a row."""
         return "\n".join(self._rows())
 
     def _rows(self) -> Iterator[str]:
         yield f"| {self.engine} calls it | what it is | transferred | shown by |"
         yield "|---|---|---|---|"
-        for kind in self.kinds:
-            answer = f"yes: {kind.transfer}" if kind.refusal is None else f"refused: {kind.refusal}"
-            yield f"| `{kind.name}` | {kind.meaning} | {answer} | `{kind.test}` |"
+        for (transfer, refusal, test), alike in groupby(
+            self.kinds, lambda kind: (kind.transfer, kind.refusal, kind.test)
+        ):
+            kinds = list(alike)
+            names = ", ".join(f"`{kind.name}`" for kind in kinds)
+            meanings = "; ".join(dict.fromkeys(kind.meaning for kind in kinds))
+            answer = f"yes: {transfer}" if refusal is None else f"refused: {refusal}"
+            yield f"| {names} | {meanings} | {answer} | `{test}` |"
 
 
 def names_missing(known: CacheKinds, engine_names: Sequence[str]) -> list[str]:

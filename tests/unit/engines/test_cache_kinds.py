@@ -79,3 +79,17 @@ def test_a_row_says_what_becomes_of_a_kind():
         "| `A` | keys | yes: all | `a::b` |",
         "| `B` | state | refused: not yet | `a::c` |",
     ]
+
+
+def test_neighbours_share_a_row_only_if_their_fate_and_their_test_are_the_same():
+    kinds = (
+        CacheKind("A", "keys", "a::b", refusal="not yet"),
+        CacheKind("B", "state", "a::b", refusal="not yet"),
+        CacheKind("C", "state", "a::b", refusal="never"),
+        CacheKind("D", "state", "a::c", refusal="never"),
+    )
+    assert CacheKinds("an engine", kinds).markdown().splitlines()[2:] == [
+        "| `A`, `B` | keys; state | refused: not yet | `a::b` |",
+        "| `C` | state | refused: never | `a::b` |",
+        "| `D` | state | refused: never | `a::c` |",
+    ]
