@@ -152,11 +152,12 @@ def protocol_page() -> str:
 
 def observability_page() -> str:
     """docs/observability.md with its table of metrics made anew."""
-    lines = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
+    lines = ["| metric, labels | type | meaning |", "|---|---|---|"]
     for family in exported():
         labels = sorted({label for sample in family.samples for label in sample.labels if label != "le"})
         name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
-        lines.append(f"| `{name}` | {family.type} | {', '.join(labels) or '-'} | {family.documentation} |")
+        braces = f"{{{', '.join(labels)}}}" if labels else ""
+        lines.append(f"| `{name}{braces}` | {family.type} | {family.documentation} |")
     before, rest = (DOCS / "observability.md").read_text().split("<!-- metrics -->\n")
     _, after = rest.split("<!-- /metrics -->")
     table = "\n".join(lines)
