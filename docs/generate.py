@@ -240,18 +240,18 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Each is a field of `kvferry.Settings` and an environment variable. A value passed to `Settings` wins over the",
-        "variable, which wins over the default. This page is made from the code by `make docs`.",
+        "Each is an environment variable and a field of `kvferry.Settings`: `KVFERRY_WORKERS` and `workers`. A value passed to",
+        "`Settings` wins over the variable, which wins over the default. This page is made from the code by `make docs`.",
         "",
-        "| field | variable | default | meaning |",
-        "|---|---|---|---|",
+        "| variable | default | meaning |",
+        "|---|---|---|",
     ]
     for name, field in Settings.model_fields.items():
         default = (
             "from the CPUs that this process may use" if field.default is PydanticUndefined else f"`{field.default}`"
         )
         meaning = re.sub(r"\s+", " ", field.description or "")
-        lines.append(f"| `{name}` | `{PREFIX}{name.upper()}` | {default} | {meaning} |")
+        lines.append(f"| `{PREFIX}{name.upper()}` | {default} | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
