@@ -240,8 +240,8 @@ def settings_page() -> str:
     lines = [
         "# Settings",
         "",
-        "Each is an environment variable and a field of `kvferry.Settings`: `KVFERRY_WORKERS` and `workers`. A value passed to",
-        "`Settings` wins over the variable, which wins over the default. This page is made from the code by `make docs`.",
+        "Each is an environment variable and a field of `kvferry.Settings`: `KVFERRY_WORKERS` and `workers`. What is",
+        "passed to `Settings` wins over the variable, which wins over the default. Made from the code by `make docs`.",
         "",
         "| variable | default | meaning |",
         "|---|---|---|",
