@@ -106,8 +106,7 @@ def reliability_page() -> str:
     text = (DOCS / "reliability.md").read_text()
     tables = {
         "holding": holding_table(waits),
-        "enumerated": enumerated.markdown(),
-        "planted": pins.markdown(pins.pinned()),
+        "planted": pins.markdown(pins.pinned(), {**enumerated.SOON, **enumerated.CLOSED}),
     }
     for mark, table in tables.items():
         before, rest = text.split(f"<!-- {mark} -->\n")

@@ -55,11 +55,3 @@ CLOSED: dict[str, Nearest] = {
     "repeated messages count again": Nearest(Law.NO_WRITE_AFTER_RELEASE, 14, TWO_FAULTS),
 }
 """Found after many states, most of them when all are known: from some of them no way leads to the end."""
-
-
-def markdown() -> str:
-    """Renders what was found as a table."""
-    lines = ["| planted | law that breaks | on the shortest way, after |", "|---|---|---|"]
-    for fault, nearest in sorted({**SOON, **CLOSED}.items(), key=lambda each: (each[1].moves, each[0])):
-        lines.append(f"| {fault} | {nearest.law.value} | {nearest.moves} moves |")
-    return "\n".join(lines)

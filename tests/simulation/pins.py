@@ -22,6 +22,7 @@ from proof.simulation.circumstances import Limits, drawn, drawn_apart
 from proof.simulation.laws import Law
 from proof.simulation.memory import Arena
 from proof.simulation.search import Violation, run_one
+from tests.simulation.enumerated import Nearest
 from tests.simulation.planted import PLANTED, SEEN_WITH
 
 PINS = Path(__file__).parent / "pins.json"
@@ -49,13 +50,16 @@ def write(pins: Mapping[str, Pin]) -> None:
     PINS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def markdown(pins: Mapping[str, Pin]) -> str:
-    """Renders the pins as a table, by the law that broke."""
-    lines = ["| law that broke | what was planted, and by which schedule it was found |", "|---|---|"]
+def markdown(pins: Mapping[str, Pin], nearest: Mapping[str, Nearest]) -> str:
+    """Renders how many planted faults break each law: in a schedule, and on a shortest way through every state."""
+    lines = ["| law that broke | faults, found in schedules | faults, found in every state, and the longest way |"]
+    lines.append("|---|---|---|")
     for law in Law:
-        found = sorted((pin.seed, fault) for fault, pin in pins.items() if pin.law is law)
-        if found:
-            lines.append(f"| {law.value} | {'; '.join(f'{fault} ({seed + 1:,})' for seed, fault in found)} |")
+        schedules = sum(pin.law is law for pin in pins.values())
+        moves = [each.moves for each in nearest.values() if each.law is law]
+        way = f"{len(moves)}, {max(moves)} moves" if moves else "-"
+        if schedules or moves:
+            lines.append(f"| {law.value} | {schedules or '-'} | {way} |")
     return "\n".join(lines)
 
 
