@@ -1,6 +1,6 @@
 """Writes what the documents say about the code from the code: `make docs`.
 
-The state diagrams of docs/design/protocol.md come from the transition tables, docs/settings.md from `Settings`, the
+The state diagrams of docs/design/protocol.md come from the transition tables, docs/settings.md from the settings, the
 tables of docs/reliability.md and docs/observability.md from `protocol/transfer/states.py` and `observe/metrics.py`,
 those of docs/design/caches.md from the plug-ins, docs/design/families.md from the families that tests build, the
 spine of docs/reading.md from the files that it names. A test checks that none has fallen behind.
@@ -48,7 +48,7 @@ from kvferry.protocol.transfer.states import (
     Waits,
 )
 from kvferry.protocol.wire.messages import OpenRoom
-from kvferry.settings import PREFIX, Settings
+from kvferry.settings import PREFIX, Settings, all_fields
 
 DOCS = Path(__file__).parent
 DESIGN = DOCS / "design"
@@ -245,7 +245,7 @@ def settings_page() -> str:
         "| variable | default | meaning |",
         "|---|---|---|",
     ]
-    for name, field in Settings.model_fields.items():
+    for name, field in all_fields().items():
         default = (
             "from the CPUs that this process may use" if field.default is PydanticUndefined else f"`{field.default}`"
         )

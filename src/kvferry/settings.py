@@ -1,24 +1,26 @@
-"""Every setting of kvferry, typed, with its environment variable.
+"""The settings of kvferry, typed, with their environment variables.
 
 The environment is read here and nowhere else. A value passed to `Settings` wins over the environment variable, which
-wins over the default.
+wins over the default. What only one part of kvferry reads stands beside its code, in a class of `OWNERS`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import ipaddress
 import os
 import re
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from pydantic import Field, PrivateAttr, SecretStr, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
+from pydantic.fields import FieldInfo
 
 from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
@@ -28,8 +30,16 @@ from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
 
 PREFIX = "KVFERRY_"
 _LAST_PORT = 65535
-SECRETS = frozenset({"secret", "etcd_password"})
-"""Fields whose values nobody is shown."""
+OWNERS = (
+    "kvferry.control.etcd_address:EtcdSettings",
+    "kvferry.control.kubernetes:KubernetesSettings",
+    "kvferry.control.pod_identity:PodSettings",
+    "kvferry.observe.settings:ObserveSettings",
+    "kvferry.staging.sizes:StagingSettings",
+    "kvferry.transport.mooncake_settings:MooncakeSettings",
+    "kvferry.transport.nixl.settings:NixlSettings",
+)
+"""Where the settings of single parts are: named and not imported, since they lie in layers above."""
 SHORTEST_SECRET = 16
 LONGEST_SECRET = 4096
 
@@ -57,17 +67,44 @@ def default_nixl_threads(cpus: int) -> int:
     return min(cpus, 4)
 
 
-class Settings(BaseSettings):
-    """Settings of one endpoint. Each is also an environment variable: `workers` is KVFERRY_WORKERS.
+class OwnSettings(BaseModel):
+    """Settings of one part of kvferry, beside its code: `Settings` reads and checks them, `Settings.of` returns them.
 
     Raises:
         SettingsError: if a value is impossible, naming the variable, the value and what is allowed.
     """
 
     # Values are hidden in pydantic's own errors: a secret, or a setting whose name was misspelled, may be among them.
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            problems = []
+            for item in error.errors():
+                name = ".".join(str(part) for part in item["loc"])
+                variable = f" ({PREFIX}{name.upper()})" if name else ""
+                # What has no such name, or should have none, may be a secret under a misspelled one.
+                field = type(self).model_fields.get(name)
+                value = f" = {item['input']!r}" if field is not None and not is_secret(field) else ""
+                problems.append(f"{name}{variable}{value}: {item['msg']}" if name else item["msg"])
+            raise SettingsError("; ".join(problems)) from None  # pydantic's error holds the values themselves
+
+
+OwnT = TypeVar("OwnT", bound=OwnSettings)
+
+
+class Settings(OwnSettings):
+    """Settings of one endpoint. Each is also an environment variable: `workers` is KVFERRY_WORKERS.
+
+    Those of `OWNERS` are given here, too, and kept beside the fields: `of` returns them.
+
+    Raises:
+        SettingsError: if a value is impossible, naming the variable, the value and what is allowed.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     host: str = Field("127.0.0.1", description="Address that the peer channel binds to.")
     advertise_host: str | None = Field(
@@ -124,17 +161,6 @@ class Settings(BaseSettings):
         None,
         description="Certificates (PEM) that clients trust for a registry with TLS; else those that httpx trusts.",
     )
-    etcd_user: str | None = Field(
-        None, min_length=1, max_length=256, description="User at an etcd with authentication; with a password."
-    )
-    etcd_password: SecretStr | None = Field(None, description="The user's password.")
-    etcd_password_file: Path | None = Field(
-        None, description="A file with the password, instead of the password itself; only its owner may read it."
-    )
-    etcd_certificate: Path | None = Field(
-        None, description="Certificate (PEM) that is shown to an etcd that asks its clients for one; with etcd_key."
-    )
-    etcd_key: Path | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
 
     transport: str = Field(
         "nixl",
@@ -142,52 +168,12 @@ class Settings(BaseSettings):
         description="What moves the bytes, on both sides the same: nixl, mooncake, or a class of your own as "
         "package.module:ClassName.",
     )
-    nixl_backend: str = Field("UCX", description="NIXL's backend.")
     nixl_threads: int = Field(
         default_factory=lambda: default_nixl_threads(usable_cpus()),
         ge=0,
         le=256,
         description="Threads that share a prefill rank's large direct writes, each with a NIXL connection of its own "
         "to every decode rank; with 0 or 1 the workers write, one at a time.",
-    )
-    nixl_sgl: bool = Field(
-        False,
-        description="Hand UCX the descriptors of a direct write as a list (NIXL_UCX_SGL_ENABLE) instead of one by one, "
-        "which it may copy in batches between GPUs and over RDMA; of the prefill side, refused where NIXL cannot. "
-        "docs/gpu.md.",
-    )
-
-    nixl_device: str | None = Field(
-        None,
-        max_length=256,
-        pattern=r"^[A-Za-z0-9._:@-]+$",
-        description="The network device that NIXL uses, as UCX calls it, such as mlx5_0:1 or eth0; all leaves it to "
-        "UCX and UCX_NET_DEVICES. By default lo as long as host and the registry are on loopback; the interface that "
-        "has host's address, or leads to the registry, where there is neither an RDMA device nor UCX_NET_DEVICES; else "
-        "all.",
-    )
-    mooncake_device: str | None = Field(
-        None,
-        max_length=256,
-        pattern=r"^[A-Za-z0-9._,-]+$",
-        description="The RDMA devices that Mooncake uses, separated by commas, such as mlx5_0,mlx5_1. By default all, "
-        "or TCP where there is none.",
-    )
-
-    observe_host: str = Field("127.0.0.1", description="Address that metrics and status are served on.")
-    observe_port: int | None = Field(
-        None,
-        ge=0,
-        le=65535,
-        description="Serve metrics (/metrics), status (/status), health (/health) and probes (/livez, /readyz) on this "
-        "port plus the rank's number, or the next that is free; 0 takes any free one. Not served without it. Everyone "
-        "who reaches the address may read; who may drain the endpoint, docs/drain.md says.",
-    )
-
-    traces: bool = Field(
-        False,
-        description="Make OpenTelemetry spans of transfers, for the tracer provider that the process has set up; "
-        "takes opentelemetry-api. The decode side's context travels to the prefill side.",
     )
 
     workers: int = Field(
@@ -234,23 +220,6 @@ class Settings(BaseSettings):
     )
     direct_receiver_mib: float = Field(
         256.0, gt=0, le=2**24, description="The same, to one decode rank: one that is slow holds up no other."
-    )
-    staging_ring_mib: float | None = Field(
-        None,
-        gt=0,
-        le=65536,
-        description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank, beside "
-        "the pool. By default 64 where the pool is in CPU memory, 256 in a GPU's, or four sub-chunks if that is more.",
-    )
-    staging_chunk_mib: float | None = Field(
-        None,
-        gt=0,
-        le=65536,
-        description="How much is gathered, written in bulk and scattered at a time. By default 16 where the pool is in "
-        "CPU memory, 64 in a GPU's, or a quarter of a ring if that is less.",
-    )
-    staging_memory_mib: float = Field(
-        2048.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
     )
     checksums: bool = Field(
         False,
@@ -306,29 +275,6 @@ class Settings(BaseSettings):
         description="Path from prefill ranks whose end neither process nor kubernetes can prove, where path is auto: "
         "after a crash pages come back at once from staged, and only by another proof from auto.",
     )
-    pod_uid: str | None = Field(
-        None, min_length=1, max_length=256, description="UID of the pod that this process runs in (downward API)."
-    )
-    pod_name: str | None = Field(None, min_length=1, max_length=256, description="Its name (downward API).")
-    pod_namespace: str | None = Field(None, min_length=1, max_length=256, description="Its namespace (downward API).")
-    pod_termination_log: Path | None = Field(
-        None,
-        description="The container's termination message file, usually /dev/termination-log: a line is added there, by "
-        "which the Kubernetes API tells one start of the container from the next.",
-    )
-    kubernetes_url: str = Field(
-        "https://kubernetes.default.svc",
-        pattern=r"^https?://[!-~]+$",
-        description="The Kubernetes API, where end_proofs has kubernetes.",
-    )
-    kubernetes_token_file: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
-        description="The service account's token; read again for every request, since it changes.",
-    )
-    kubernetes_ca_file: Path = Field(
-        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
-        description="Certificates (PEM) that vouch for the Kubernetes API.",
-    )
     max_rooms: int = Field(
         65_536, ge=1, description="Rooms that may be open at once on a rank; more are refused when they are opened."
     )
@@ -344,36 +290,31 @@ class Settings(BaseSettings):
     )
 
     _shared_secret: SecretStr | None = PrivateAttr(None)
-    _etcd_password: SecretStr | None = PrivateAttr(None)
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],  # noqa: ARG003 - pydantic gives it, and the others
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-        file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What a caller gives, then the environment. No file is looked for."""
-        return init_settings, env_settings
 
     def __init__(self, **values: Any) -> None:
+        given = {**_given_by_environment(), **values}
+        problems, owned = list[str](), dict[str, Any]()
+        for owner in owners():
+            try:
+                owned |= owner(**_those_of(owner, given))
+            except SettingsError as error:
+                problems.append(str(error))
+        unknown = [name for name in values if name not in all_fields()]
+        problems += [
+            f"{name} ({PREFIX}{name.upper()}): no such setting; docs/settings.md lists all" for name in unknown
+        ]
         try:
-            super().__init__(**values)
-        except ValidationError as error:
-            problems = []
-            for item in error.errors():
-                name = ".".join(str(part) for part in item["loc"])
-                variable = f" ({PREFIX}{name.upper()})" if name else ""
-                # What has no such name, or should have none, may be a secret under a misspelled one.
-                is_shown = name in type(self).model_fields and name not in SECRETS
-                value = f" = {item['input']!r}" if is_shown else ""
-                problems.append(f"{name}{variable}{value}: {item['msg']}" if name else item["msg"])
-            raise SettingsError("; ".join(problems)) from None  # pydantic's error holds the values themselves
+            super().__init__(**_those_of(Settings, given), **owned)
+        except SettingsError as error:
+            problems.insert(0, str(error))
+        if problems:
+            raise SettingsError("; ".join(problems))
         self._shared_secret = self._read_secret()
-        self._etcd_password = self._read_etcd_password()
         self._refuse_open_doors()
+
+    def of(self, owner: type[OwnT]) -> OwnT:
+        """Returns those of one part, as they were given, or copied, here."""
+        return owner.model_construct(**{name: getattr(self, name) for name in owner.model_fields})
 
     @model_validator(mode="after")
     def _check(self) -> Settings:
@@ -403,27 +344,10 @@ class Settings(BaseSettings):
             parse_field_names(self.may_differ or "")
         except ValueError as error:
             raise ValueError(f"may_differ (KVFERRY_MAY_DIFFER) is {self.may_differ!r}: {error}") from None
-        given = {name for name in ("pod_uid", "pod_name", "pod_namespace") if getattr(self, name) is not None}
-        if len(given) in (1, 2):
-            raise ValueError(
-                "pod_uid (KVFERRY_POD_UID), pod_name (KVFERRY_POD_NAME) and pod_namespace (KVFERRY_POD_NAMESPACE) "
-                f"belong together: of them only {', '.join(sorted(given))} is set"
-            )
-        if (self.staging_chunk_mib or 0) > (self.staging_ring_mib or float("inf")):
-            raise ValueError(
-                f"staging_chunk_mib (KVFERRY_STAGING_CHUNK_MIB) is {self.staging_chunk_mib:g}, more than the "
-                f"{self.staging_ring_mib:g} MiB of a whole ring: lower it, or raise staging_ring_mib "
-                "(KVFERRY_STAGING_RING_MIB)"
-            )
         if (self.registry_tls_certificate is None) != (self.registry_tls_key is None):
             raise ValueError(
                 "registry_tls_certificate (KVFERRY_REGISTRY_TLS_CERTIFICATE) and registry_tls_key "
                 "(KVFERRY_REGISTRY_TLS_KEY) belong together: set both, or neither"
-            )
-        if (self.etcd_certificate is None) != (self.etcd_key is None):
-            raise ValueError(
-                "etcd_certificate (KVFERRY_ETCD_CERTIFICATE) and etcd_key (KVFERRY_ETCD_KEY) belong together: set "
-                "both, or neither"
             )
         return self
 
@@ -446,31 +370,8 @@ class Settings(BaseSettings):
         if self.secret_file is None:
             assert self.secret is not None
             return _checked_secret(self.secret.get_secret_value(), "secret (KVFERRY_SECRET)")
-        text = _private_text(self.secret_file, "secret_file", "a new secret")
+        text = private_text(self.secret_file, "secret_file", "a new secret")
         return _checked_secret(text, f"the secret in {self.secret_file}")
-
-    def _read_etcd_password(self) -> SecretStr | None:
-        """Reads the password from the setting that has it.
-
-        Raises:
-            SettingsError: if there is one without a user, or a user without one, or others could read it. The message
-                never contains it.
-        """
-        if self.etcd_password is not None and self.etcd_password_file is not None:
-            raise SettingsError(
-                "etcd_password (KVFERRY_ETCD_PASSWORD) and etcd_password_file (KVFERRY_ETCD_PASSWORD_FILE) are both "
-                "set: leave one out"
-            )
-        password = self.etcd_password
-        if self.etcd_password_file is not None:
-            text = _private_text(self.etcd_password_file, "etcd_password_file", "a new password")
-            password = SecretStr(text.strip())
-        if (password is None or not password.get_secret_value()) != (self.etcd_user is None):
-            raise SettingsError(
-                "etcd_user (KVFERRY_ETCD_USER) and its password (KVFERRY_ETCD_PASSWORD_FILE, KVFERRY_ETCD_PASSWORD) "
-                "belong together: set both, or neither"
-            )
-        return password
 
     def _refuse_open_doors(self) -> None:
         """Refuses to listen where others can connect without having to prove that they know a secret."""
@@ -493,11 +394,6 @@ class Settings(BaseSettings):
     def shared_secret(self) -> str | None:
         """The secret itself, whichever setting has it: not for messages or logs."""
         return None if self._shared_secret is None else self._shared_secret.get_secret_value()
-
-    @property
-    def used_etcd_password(self) -> str | None:
-        """The password for etcd itself, whichever setting has it: not for messages or logs."""
-        return None if self._etcd_password is None else self._etcd_password.get_secret_value()
 
     def of_rank(self, engine_rank: int) -> Settings:
         """Returns the settings of one rank of an engine, whose ports are those of rank 0 plus its number.
@@ -546,6 +442,35 @@ class Settings(BaseSettings):
     def used_queues(self) -> int:
         """How many queues are used: a queue without a worker would stand still."""
         return min(self.queues, self.workers)
+
+
+def _given_by_environment() -> dict[str, str]:
+    """Returns what the environment says of settings, by their names. Those of variables may be in small letters."""
+    given = {name.upper(): value for name, value in os.environ.items()}
+    return {name.removeprefix(PREFIX).lower(): value for name, value in given.items() if name.startswith(PREFIX)}
+
+
+def _those_of(owner: type[OwnSettings], given: dict[str, Any]) -> dict[str, Any]:
+    return {name: given[name] for name in owner.model_fields if name in given}
+
+
+@cache
+def owners() -> tuple[type[OwnSettings], ...]:
+    """Returns the classes of `OWNERS`."""
+    places = (each.split(":") for each in OWNERS)
+    return tuple(getattr(importlib.import_module(module), name) for module, name in places)
+
+
+@cache
+def all_fields() -> Mapping[str, FieldInfo]:
+    """Returns every setting that there is, by its name."""
+    classes: tuple[type[OwnSettings], ...] = (Settings, *owners())
+    return {name: field for each in classes for name, field in each.model_fields.items()}
+
+
+def is_secret(field: FieldInfo) -> bool:
+    """Whether nobody is shown a field's value."""
+    return SecretStr in get_args(field.annotation)
 
 
 def environment() -> dict[str, str]:
@@ -599,7 +524,7 @@ def hosts_of(url: str) -> tuple[str, ...]:
         return ("",)
 
 
-def _private_text(file: Path, name: str, anew: str) -> str:
+def private_text(file: Path, name: str, anew: str) -> str:
     """Reads a file that only its owner may read.
 
     Args:

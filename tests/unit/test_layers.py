@@ -12,7 +12,7 @@ import pytest
 
 import kvferry.errors
 from kvferry.models.families import FAMILIES
-from kvferry.settings import Settings
+from kvferry.settings import all_fields
 from kvferry.transport.chosen import TRANSPORTS
 
 PACKAGE = Path(kvferry.__file__).parent
@@ -159,7 +159,7 @@ def test_nothing_above_transport_knows_a_library_that_moves_bytes():
     """A transport is one file: what is said and asked of its library stands there. Settings may be named."""
     libraries = {*TRANSPORTS, "ucx"}
     assert "nixl" in libraries
-    allowed = {*Settings.model_fields, *(f"kvferry_{name}" for name in Settings.model_fields)}
+    allowed = {*all_fields(), *(f"kvferry_{name}" for name in all_fields())}
     above = [layer for layer in LAYERS[LAYERS.index("transport") + 1 :] if layer != "engines"]
     for file in (file for layer in above for file in layer_files(layer)):
         for library in libraries:

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import pickle
+import re
 import traceback
 from pathlib import Path
 
 import pytest
 
+import kvferry
 from kvferry import Settings
 from kvferry.errors import SettingsError
-from kvferry.settings import bracketed, default_nixl_threads, default_workers, is_loopback, is_wildcard
+from kvferry.settings import (
+    OwnSettings,
+    all_fields,
+    bracketed,
+    default_nixl_threads,
+    default_workers,
+    is_loopback,
+    is_wildcard,
+    owners,
+)
+from kvferry.staging.sizes import StagingSettings
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +38,7 @@ def test_the_defaults_are_possible():
     settings = Settings()
     assert settings.registry_address == "http://127.0.0.1:8998"
     assert settings.peer_timeout_s > settings.heartbeat_interval_s
-    assert all(field.description for field in Settings.model_fields.values())
+    assert all(field.description for field in all_fields().values())
 
 
 def test_an_argument_wins_over_the_environment_which_wins_over_the_default(monkeypatch: pytest.MonkeyPatch):
@@ -80,10 +92,40 @@ def test_everything_that_is_wrong_is_said_at_once():
     with pytest.raises(SettingsError, match=r"KVFERRY_WORKERS.*; .*KVFERRY_QUEUES"):
         Settings(workers=0, queues=0)
 
+    for values in ({"workers": 0, "nixl_device": "a,b", "etcd_user": "u"}, {"nixl_device": "a,b", "wokers": 1}):
+        said = refusal(**values)
+        assert all(f"KVFERRY_{name.upper()}" in said for name in values), "whichever part's they are"
 
-def test_an_unknown_setting_is_refused():
-    with pytest.raises(SettingsError, match="wokers"):
+
+def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(SettingsError, match=r"wokers \(KVFERRY_WOKERS\): no such setting; docs/settings.md lists all"):
         Settings(wokers=3)
+    monkeypatch.setenv("KVFERRY_WOKERS", "3")
+    assert Settings() == Settings(), "another version's variable: `kvferry doctor` tells of it"
+
+
+def test_what_one_part_is_told_goes_wherever_the_settings_go(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVFERRY_STAGING_RING_MIB", "8")
+    settings = Settings(staging_chunk_mib=2)
+    copies = (
+        settings,
+        settings.of_rank(1),
+        pickle.loads(pickle.dumps(settings)),
+        Settings(**settings.model_dump()),
+        Settings().model_copy(update={"staging_chunk_mib": 2.0}),
+    )
+    for each in copies:
+        own = each.of(StagingSettings)
+        assert (own.staging_ring_mib, own.staging_chunk_mib, own.staging_memory_mib) == (8.0, 2.0, 2048.0)
+    assert settings != Settings()
+
+
+def test_every_class_of_settings_is_read_and_no_two_have_a_name_in_common():
+    classes: tuple[type[OwnSettings], ...] = (Settings, *owners())
+    for file in Path(kvferry.__file__).parent.rglob("*.py"):
+        for name in re.findall(r"^class (\w+)\(OwnSettings\)", file.read_text(), re.MULTILINE):
+            assert name in {each.__name__ for each in classes}, f"{name} of {file} is not in OWNERS"
+    assert len(all_fields()) == sum(len(each.model_fields) for each in classes)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "*", "", "0:0:0:0:0:0:0:0"])

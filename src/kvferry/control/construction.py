@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.control.credentials import Credentials, ServerCertificate
-from kvferry.control.etcd_address import EtcdAccess, is_etcd
+from kvferry.control.etcd_address import EtcdAccess, EtcdSettings, is_etcd
 from kvferry.control.etcd_registry import EtcdRegistry
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
@@ -47,12 +47,13 @@ def create_registry_client(settings: Settings, url: str | None = None) -> Regist
     """
     address = url or settings.registry_address
     if is_etcd(address):
+        own = settings.of(EtcdSettings)
         access = EtcdAccess(
-            user=settings.etcd_user,
-            password=settings.used_etcd_password,
+            user=own.etcd_user,
+            password=own.password,
             trusted_certificates=settings.registry_tls_ca,
-            certificate=settings.etcd_certificate,
-            key=settings.etcd_key,
+            certificate=own.etcd_certificate,
+            key=own.etcd_key,
         )
         return EtcdRegistry(address, settings.registry_lease_s, access=access)
     credentials = credentials_of(settings)

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from pydantic import Field, SecretStr, model_validator
+
 from kvferry.control.credentials import client_context
 from kvferry.errors import SettingsError
+from kvferry.settings import OwnSettings, private_text
 
 _SCHEMES = ("etcd", "etcds")
 DEFAULT_PREFIX = "/kvferry"
@@ -18,6 +21,49 @@ _DEFAULT_PORT = 2379
 def is_etcd(url: str) -> bool:
     """Whether a registry's address is that of an etcd cluster."""
     return url.partition("://")[0].lower() in _SCHEMES
+
+
+class EtcdSettings(OwnSettings):
+    """How an etcd lets us in. A password in a file is read at once, and stands in `etcd_password` from then on."""
+
+    etcd_user: str | None = Field(
+        None, min_length=1, max_length=256, description="User at an etcd with authentication; with a password."
+    )
+    etcd_password: SecretStr | None = Field(None, description="The user's password.")
+    etcd_password_file: Path | None = Field(
+        None, description="A file with the password, instead of the password itself; only its owner may read it."
+    )
+    etcd_certificate: Path | None = Field(
+        None, description="Certificate (PEM) that is shown to an etcd that asks its clients for one; with etcd_key."
+    )
+    etcd_key: Path | None = Field(None, description="The certificate's private key (PEM), unencrypted.")
+
+    @model_validator(mode="after")
+    def _check(self) -> EtcdSettings:
+        if self.etcd_password is not None and self.etcd_password_file is not None:
+            raise SettingsError(
+                "etcd_password (KVFERRY_ETCD_PASSWORD) and etcd_password_file (KVFERRY_ETCD_PASSWORD_FILE) are both "
+                "set: leave one out"
+            )
+        if self.etcd_password_file is not None:
+            text = private_text(self.etcd_password_file, "etcd_password_file", "a new password")
+            self.__dict__ |= {"etcd_password": SecretStr(text.strip()), "etcd_password_file": None}
+        if (not self.password) != (self.etcd_user is None):
+            raise SettingsError(
+                "etcd_user (KVFERRY_ETCD_USER) and its password (KVFERRY_ETCD_PASSWORD_FILE, KVFERRY_ETCD_PASSWORD) "
+                "belong together: set both, or neither"
+            )
+        if (self.etcd_certificate is None) != (self.etcd_key is None):
+            raise ValueError(
+                "etcd_certificate (KVFERRY_ETCD_CERTIFICATE) and etcd_key (KVFERRY_ETCD_KEY) belong together: set "
+                "both, or neither"
+            )
+        return self
+
+    @property
+    def password(self) -> str | None:
+        """The password itself: not for messages or logs."""
+        return None if self.etcd_password is None else self.etcd_password.get_secret_value()
 
 
 @dataclass(frozen=True, slots=True)

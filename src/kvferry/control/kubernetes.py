@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import quote
 
 import msgspec
+from pydantic import Field
 
 from kvferry.answers import request
 from kvferry.control.credentials import bearing
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.links.pods import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity
-from kvferry.settings import Settings
+from kvferry.settings import OwnSettings, Settings
 
 if TYPE_CHECKING:
     import httpx
@@ -27,6 +28,24 @@ if TYPE_CHECKING:
 ObjectT = TypeVar("ObjectT")
 
 _LARGEST_ANSWER_BYTES = 16 * 1024 * 1024
+
+
+class KubernetesSettings(OwnSettings):
+    """Where the Kubernetes API is, and how it lets us in: the defaults are those of every pod."""
+
+    kubernetes_url: str = Field(
+        "https://kubernetes.default.svc",
+        pattern=r"^https?://[!-~]+$",
+        description="The Kubernetes API, where end_proofs has kubernetes.",
+    )
+    kubernetes_token_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/token"),
+        description="The service account's token; read again for every request, since it changes.",
+    )
+    kubernetes_ca_file: Path = Field(
+        Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt"),
+        description="Certificates (PEM) that vouch for the Kubernetes API.",
+    )
 
 
 class _Details(msgspec.Struct, frozen=True):
@@ -182,8 +201,5 @@ class KubernetesClient(Orchestrator):
 
 def create_kubernetes_client(settings: Settings) -> KubernetesClient:
     """Makes the client that the settings ask for. It connects when it is first used."""
-    return KubernetesClient(
-        settings.kubernetes_url,
-        token_file=settings.kubernetes_token_file,
-        ca_file=settings.kubernetes_ca_file,
-    )
+    own = settings.of(KubernetesSettings)
+    return KubernetesClient(own.kubernetes_url, token_file=own.kubernetes_token_file, ca_file=own.kubernetes_ca_file)

@@ -11,13 +11,40 @@ import os
 import secrets
 from pathlib import Path
 
+from pydantic import Field, model_validator
+
 from kvferry.errors import SettingsError
 from kvferry.protocol.wire.field_types import PodIdentity
-from kvferry.settings import Settings
+from kvferry.settings import OwnSettings, Settings
 
 _BEGIN = "kvferry container "
 _LARGEST_MESSAGE = 4096
 """What the kubelet reads of a termination message, from its end."""
+
+
+class PodSettings(OwnSettings):
+    """Which pod this is, as Kubernetes tells its containers."""
+
+    pod_uid: str | None = Field(
+        None, min_length=1, max_length=256, description="UID of the pod that this process runs in (downward API)."
+    )
+    pod_name: str | None = Field(None, min_length=1, max_length=256, description="Its name (downward API).")
+    pod_namespace: str | None = Field(None, min_length=1, max_length=256, description="Its namespace (downward API).")
+    pod_termination_log: Path | None = Field(
+        None,
+        description="The container's termination message file, usually /dev/termination-log: a line is added there, by "
+        "which the Kubernetes API tells one start of the container from the next.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> PodSettings:
+        given = {name for name in ("pod_uid", "pod_name", "pod_namespace") if getattr(self, name) is not None}
+        if len(given) in (1, 2):
+            raise ValueError(
+                "pod_uid (KVFERRY_POD_UID), pod_name (KVFERRY_POD_NAME) and pod_namespace (KVFERRY_POD_NAMESPACE) "
+                f"belong together: of them only {', '.join(sorted(given))} is set"
+            )
+        return self
 
 
 def pod_of(settings: Settings) -> PodIdentity | None:
@@ -26,10 +53,11 @@ def pod_of(settings: Settings) -> PodIdentity | None:
     Raises:
         SettingsError: if the termination message file cannot be used.
     """
-    if settings.pod_uid is None or settings.pod_name is None or settings.pod_namespace is None:
+    own = settings.of(PodSettings)
+    if own.pod_uid is None or own.pod_name is None or own.pod_namespace is None:
         return None
-    container = _container(settings.pod_termination_log) if settings.pod_termination_log is not None else ""
-    return PodIdentity(settings.pod_uid, settings.pod_name, settings.pod_namespace, container)
+    container = _container(own.pod_termination_log) if own.pod_termination_log is not None else ""
+    return PodIdentity(own.pod_uid, own.pod_name, own.pod_namespace, container)
 
 
 def _container(file: Path) -> str:

@@ -10,6 +10,7 @@ from kvferry.control.construction import credentials_of
 from kvferry.errors import ConfigurationError
 from kvferry.observe.logs import FailureLog
 from kvferry.observe.observer import Observer, Several
+from kvferry.observe.settings import ObserveSettings
 from kvferry.observe.status import EndpointStatus, Side
 from kvferry.observe.tracing import Recorder
 from kvferry.plan import TransferPath
@@ -54,9 +55,10 @@ class EndpointTelemetry:
         self.url: str | None = None
         self._server: ObserveServer | None = None
         self._serve: Callable[[], ObserveServer] | None = None
-        if settings.traces:
+        own = settings.of(ObserveSettings)
+        if own.traces:
             observers.append(_spans(engine, rank))
-        if settings.observe_port is not None:
+        if own.observe_port is not None:
             # Imported late: processes without metrics need not load a metrics server.
             from kvferry.observe.metrics import Metrics
             from kvferry.observe.server import serve
@@ -65,10 +67,10 @@ class EndpointTelemetry:
             metrics = Metrics(status, into_pages=TransferPath.MAPPED if is_mapped else TransferPath.DIRECT)
             recorder = Recorder()
             observers += (metrics, recorder)
-            port = settings.observe_port + rank if settings.observe_port else 0
+            port = own.observe_port + rank if own.observe_port else 0
             credentials = credentials_of(settings)
             token = None if credentials is None else credentials.observe_token
-            self._serve = partial(serve, settings.observe_host, port, metrics, recorder, status, drain, token)
+            self._serve = partial(serve, own.observe_host, port, metrics, recorder, status, drain, token)
         self.observer: Observer = Several(*observers)
 
     def start(self) -> None:

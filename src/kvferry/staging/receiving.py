@@ -17,7 +17,7 @@ from kvferry.staging.kernels import Kernels, PackedBlocks
 from kvferry.staging.memory import StagingMemory
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.rings import ReadingRing, Span
-from kvferry.staging.sizes import staging_sizes
+from kvferry.staging.sizes import StagingSettings, staging_sizes
 from kvferry.transport import Transport
 
 log = logger_of(__name__)
@@ -139,7 +139,7 @@ class ReceivingStaging:
         if settings.checksums:
             self.checks = ArrivalChecks(DigestMemory(resources, layout.regions(), layout.device))
         self._first: StagingMemory | None = None
-        self._settings = settings
+        self._most_bytes = settings.of(StagingSettings).most_bytes
         self._layout = layout
         self._transport = transport
         self._resources = resources
@@ -228,7 +228,7 @@ class ReceivingStaging:
         return self._more_memory()
 
     def _more_memory(self) -> StagingMemory | None:
-        if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
+        if self._taken_bytes + self._ring_bytes > self._most_bytes:
             return None
         memory = self._resources.allocate(self._ring_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
@@ -246,7 +246,7 @@ class ReceivingStaging:
 
     def _why_no_memory(self) -> str:
         return (
-            f"all of the decode side's {self._settings.staging_memory_mib:g} MiB of staging memory "
+            f"all of the decode side's {self._most_bytes / 2**20:g} MiB of staging memory "
             "(KVFERRY_STAGING_MEMORY_MIB) is in use by other prefill ranks"
         )
 

@@ -11,12 +11,51 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pydantic import Field, model_validator
+
 from kvferry.layout import Device, MemoryKind
 from kvferry.plan import TransferPath
-from kvferry.settings import Settings
+from kvferry.settings import OwnSettings, Settings
 
 MIB = 1 << 20
 CHUNKS_IN_RING = 4
+
+
+class StagingSettings(OwnSettings):
+    """How much memory staging takes, as far as it is set."""
+
+    staging_ring_mib: float | None = Field(
+        None,
+        gt=0,
+        le=65536,
+        description="Staging memory of every thread that gathers, and of a decode rank for every prefill rank, beside "
+        "the pool. By default 64 where the pool is in CPU memory, 256 in a GPU's, or four sub-chunks if that is more.",
+    )
+    staging_chunk_mib: float | None = Field(
+        None,
+        gt=0,
+        le=65536,
+        description="How much is gathered, written in bulk and scattered at a time. By default 16 where the pool is in "
+        "CPU memory, 64 in a GPU's, or a quarter of a ring if that is less.",
+    )
+    staging_memory_mib: float = Field(
+        2048.0, gt=0, le=2**24, description="Most staging memory that an endpoint takes; beyond it, bytes go directly."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> StagingSettings:
+        if (self.staging_chunk_mib or 0) > (self.staging_ring_mib or float("inf")):
+            raise ValueError(
+                f"staging_chunk_mib (KVFERRY_STAGING_CHUNK_MIB) is {self.staging_chunk_mib:g}, more than the "
+                f"{self.staging_ring_mib:g} MiB of a whole ring: lower it, or raise staging_ring_mib "
+                "(KVFERRY_STAGING_RING_MIB)"
+            )
+        return self
+
+    @property
+    def most_bytes(self) -> int:
+        """The most staging memory that an endpoint takes."""
+        return int(self.staging_memory_mib * MIB)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +85,8 @@ DEFAULTS: Mapping[MemoryKind, StagingSizes] = {
 
 def staging_sizes(settings: Settings, kind: MemoryKind) -> StagingSizes:
     """Returns the sizes for pools in one kind of memory: those that are set, and defaults that go with them."""
-    usual = DEFAULTS[kind]
-    ring, chunk = (
-        None if mib is None else int(mib * MIB) for mib in (settings.staging_ring_mib, settings.staging_chunk_mib)
-    )
+    usual, own = DEFAULTS[kind], settings.of(StagingSettings)
+    ring, chunk = (None if mib is None else int(mib * MIB) for mib in (own.staging_ring_mib, own.staging_chunk_mib))
     if chunk is None:
         chunk = usual.chunk_bytes if ring is None else max(1, min(usual.chunk_bytes, ring // CHUNKS_IN_RING))
     if ring is None:
@@ -67,10 +104,10 @@ def staging_notice(settings: Settings, device: Device, *, sends: bool) -> str:
     """
     if device.kind is MemoryKind.DRAM or settings.forced_path not in (None, TransferPath.STAGED):
         return ""
-    sizes = staging_sizes(settings, device.kind)
+    sizes, most_mib = staging_sizes(settings, device.kind), settings.of(StagingSettings).staging_memory_mib
     now = sum(sizes.of_sender(settings.gather_workers)) if sends else sizes.ring_bytes
     return (
-        f"staging takes {now / MIB:g} MiB of {device} beside the pool, and up to {settings.staging_memory_mib:g} MiB "
+        f"staging takes {now / MIB:g} MiB of {device} beside the pool, and up to {most_mib:g} MiB "
         "(KVFERRY_STAGING_MEMORY_MIB) as more ranks connect. An engine that sizes its cache to what is free leaves "
         "that by vLLM's --gpu-memory-utilization, or SGLang's --mem-fraction-static"
     )

@@ -47,6 +47,7 @@ from kvferry.transport.copies import Copies
 from kvferry.transport.devices import rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.message_channel import ChannelAddress, ConnectionState, MessageChannel, MessageSender
+from kvferry.transport.mooncake_settings import MooncakeSettings
 from kvferry.transport.ranges import Connection, RangeTransport
 from kvferry.transport.registered import check_regions
 
@@ -145,7 +146,7 @@ class MooncakeDiagnosis(Diagnosis):
             yield good("mooncake", ", ".join(f"{each.wheel} {each.version}" for each in installed()))
         except TransportUnavailableError as problem:
             yield error("mooncake", str(problem), "set KVFERRY_TRANSPORT=nixl where it cannot be installed")
-        used, known = settings.mooncake_device, rdma_devices()
+        used, known = settings.of(MooncakeSettings).mooncake_device, rdma_devices()
         missing = sorted({name for name in (used or "").split(",") if name} - set(known))
         if missing:
             yield error(
@@ -306,7 +307,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
             endpoint_name,
             host=settings.host,
             advertised_host=settings.advertise_host,
-            device=settings.mooncake_device or "",
+            device=settings.of(MooncakeSettings).mooncake_device or "",
         )
 
     def __init__(

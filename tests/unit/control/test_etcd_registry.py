@@ -25,7 +25,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from kvferry.applications.doctor import configuration, others
 from kvferry.control import etcd_members, etcd_registry
 from kvferry.control.construction import create_registry_client
-from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd_address import EtcdAccess, EtcdSettings, EtcdUrl
 from kvferry.control.etcd_messages import Lease
 from kvferry.control.etcd_registry import EtcdRegistry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
@@ -370,7 +370,7 @@ class TestAccess:
         file.chmod(0o600)
         given = {"registry_url": "etcd://a:1", "etcd_user": "kvferry"}
         for settings in (Settings(**given, etcd_password_file=file), Settings(**given, etcd_password=PASSWORD)):
-            assert settings.used_etcd_password == PASSWORD
+            assert settings.of(EtcdSettings).password == PASSWORD
             assert PASSWORD not in f"{settings!r} {settings.model_dump()} {settings.model_dump_json()}"
             with create_registry_client(settings) as client:
                 assert PASSWORD not in repr(vars(client))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry import Settings
 from kvferry.engines.vllm.buffers import buffer_notice
+from kvferry.settings import all_fields
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -21,4 +21,4 @@ def test_a_buffer_in_host_memory_is_answered_with_settings_that_exist():
     )
     named = {word.partition("=")[0].removeprefix("KVFERRY_").lower() for word in notice.split() if "KVFERRY_" in word}
     assert named == {"path", "staging_ring_mib"}
-    assert named <= set(Settings.model_fields)
+    assert named <= set(all_fields())

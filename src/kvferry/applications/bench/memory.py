@@ -11,7 +11,7 @@ from kvferry.applications.bench.pool import pool_bytes
 from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind
 from kvferry.settings import Settings
-from kvferry.staging.sizes import staging_sizes
+from kvferry.staging.sizes import StagingSettings, staging_sizes
 
 PROCESS_BYTES = 200 << 20
 """What a rank's process takes beside its pool: the interpreter, the transport, and a little to check with."""
@@ -67,7 +67,7 @@ def _needed_by_side(options: BenchOptions, side: Side) -> Amount:
 def staging_bytes(options: BenchOptions, side: Side) -> int:
     """The most staging memory that the endpoints of one rank take: each variant that may stage has its own."""
     settings = Settings()
-    sizes, most = staging_sizes(settings, options.device.kind), int(settings.staging_memory_mib * 2**20)
+    sizes, most = staging_sizes(settings, options.device.kind), settings.of(StagingSettings).most_bytes
     if side is options.prefill:
         wanted = sum(sizes.of_sender(settings.gather_workers))
     else:

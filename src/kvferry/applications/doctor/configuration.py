@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from kvferry.addresses import default_address, with_found_address
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, error, good, warning
-from kvferry.settings import PREFIX, SECRETS, Settings, is_loopback, is_wildcard
+from kvferry.observe.settings import ObserveSettings
+from kvferry.settings import PREFIX, Settings, all_fields, is_loopback, is_secret, is_wildcard
 from kvferry.transport import Diagnosis
 from kvferry.transport.devices import interface_of
 
-_SECRETS = {f"{PREFIX}{name.upper()}" for name in SECRETS}
 _OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
 """Variables that are no settings, but mean something."""
 
@@ -25,11 +25,13 @@ def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[
         environment: all of it.
         transport: knows which variables its library reads.
     """
-    known = {f"{PREFIX}{name.upper()}" for name in Settings.model_fields} | _OTHERS
+    fields = {f"{PREFIX}{name.upper()}": field for name, field in all_fields().items()}
+    known = fields.keys() | _OTHERS
     given = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
     for name, value in sorted(given.items()):
         if name.upper() in known:
-            shown = "(a secret)" if name.upper() in _SECRETS else repr(value)
+            field = fields.get(name.upper())
+            shown = "(a secret)" if field is not None and is_secret(field) else repr(value)
             yield good("settings", f"{name} = {shown}, from the environment")
             continue
         near = difflib.get_close_matches(name.upper(), known, n=1)
@@ -118,8 +120,9 @@ def _ports(settings: Settings) -> Iterator[tuple[str, str, int]]:
     yield "KVFERRY_CONTROL_PORT", settings.host, settings.control_port
     if settings.registry_url is None:
         yield "KVFERRY_REGISTRY_PORT", settings.registry_host, settings.registry_port
-    if settings.observe_port is not None:
-        yield "KVFERRY_OBSERVE_PORT", settings.observe_host, settings.observe_port
+    observe = settings.of(ObserveSettings)
+    if observe.observe_port is not None:
+        yield "KVFERRY_OBSERVE_PORT", observe.observe_host, observe.observe_port
 
 
 def _port(what: str, host: str, port: int) -> Finding:

@@ -15,7 +15,8 @@ from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
 from kvferry.control.etcd_address import is_etcd
-from kvferry.control.kubernetes import create_kubernetes_client
+from kvferry.control.kubernetes import KubernetesSettings, create_kubernetes_client
+from kvferry.control.pod_identity import PodSettings
 from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError, RegistryAccessError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time
@@ -72,8 +73,8 @@ def orchestrator(settings: Settings) -> Iterator[Finding]:
     """Whether the Kubernetes API answers what a decode rank would ask it."""
     if Proof.KUBERNETES not in settings.proofs:
         return
-    client = create_kubernetes_client(settings)
-    namespace = settings.pod_namespace or "default"
+    client, url = create_kubernetes_client(settings), settings.of(KubernetesSettings).kubernetes_url
+    namespace = settings.of(PodSettings).pod_namespace or "default"
     try:
         # The API says that there is no such object only to those who may ask for it.
         client.pod(PodIdentity(uid=_NOBODY, name=_NOBODY, namespace=namespace))
@@ -81,9 +82,7 @@ def orchestrator(settings: Settings) -> Iterator[Finding]:
     except OrchestratorError as problem:
         yield error("kubernetes", str(problem), "docs/kubernetes.md has the role, and what to mount")
     else:
-        yield good(
-            "kubernetes", f"{settings.kubernetes_url} says which pods in {namespace!r} and which nodes there are"
-        )
+        yield good("kubernetes", f"{url} says which pods in {namespace!r} and which nodes there are")
     finally:
         client.close()
 

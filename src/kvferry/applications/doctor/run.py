@@ -16,6 +16,7 @@ from kvferry.applications.top.asking import addresses, present
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, Severity, error
 from kvferry.layout import MemoryKind
+from kvferry.observe.settings import ObserveSettings
 from kvferry.settings import Settings, environment
 from kvferry.transport import Diagnosis
 from kvferry.transport.chosen import transport_class
@@ -114,7 +115,8 @@ def _everything(
     yield from _safely("devices", machine.devices)
     yield from _safely("registry", lambda: others.registry(settings))
     yield from _safely("kubernetes", lambda: others.orchestrator(settings))
-    running = targets or (present(settings.observe_port) if settings.observe_port else [])
+    port = settings.of(ObserveSettings).observe_port
+    running = targets or (present(port) if port else [])
     yield from _safely("endpoints", lambda: others.endpoints(running, are_expected=bool(targets)))
     for each in peers:
         yield from _safely("peer", lambda at=each: others.peer(at))  # type: ignore[misc]

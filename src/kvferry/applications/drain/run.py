@@ -16,6 +16,7 @@ from kvferry.control.construction import create_registry_client, credentials_of
 from kvferry.control.credentials import bearing
 from kvferry.control.registry import Registry
 from kvferry.errors import ConfigurationError, ObserveError, RegistryError
+from kvferry.observe.settings import ObserveSettings
 from kvferry.observe.status import LoadStatus
 from kvferry.settings import Settings
 
@@ -151,12 +152,13 @@ def _targets(given: Sequence[str], settings: Settings, opened: ExitStack) -> Ite
     urls = [each.removeprefix("http://") for each in given if each.startswith("http://")]
     names = [each for each in given if not each.startswith("http://")]
     if not given:
-        if not settings.observe_port:
+        port = settings.of(ObserveSettings).observe_port
+        if not port:
             raise ConfigurationError(
                 "nothing to drain: name a prefill engine, or endpoints as http://host:9470, or set "
                 "KVFERRY_OBSERVE_PORT for those of this machine"
             )
-        urls = present(settings.observe_port)
+        urls = present(port)
     if names:
         registry = opened.enter_context(create_registry_client(settings))
         yield from (_Engine(registry, name) for name in names)

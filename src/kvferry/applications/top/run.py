@@ -13,6 +13,7 @@ from kvferry.applications.command_line import interruptible
 from kvferry.applications.top.asking import Asker, Sample, addresses, present
 from kvferry.applications.top.view import page, rates
 from kvferry.errors import ConfigurationError
+from kvferry.observe.settings import ObserveSettings
 from kvferry.settings import Settings
 
 _ONCE_S = 0.5
@@ -27,7 +28,7 @@ def run(given: Sequence[str], *, interval_s: float, once: bool, console: Console
     Raises:
         ConfigurationError: if there is no address, or one makes no sense.
     """
-    port = Settings().observe_port
+    port = Settings().of(ObserveSettings).observe_port
     if not given and not port:
         raise ConfigurationError(
             "no address: name the endpoints, such as `kvferry top 9470-9477`; endpoints answer when they are started "

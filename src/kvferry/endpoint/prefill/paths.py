@@ -20,7 +20,7 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.rings import PeerMemory, SharedRing
-from kvferry.staging.sizes import staging_sizes
+from kvferry.staging.sizes import StagingSettings, staging_sizes
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
 
@@ -109,6 +109,7 @@ class SendingStaging:
         self._platform = platform
         self._sizes = staging_sizes(settings, layout.device.kind)
         self._ring_bytes = self._sizes.ring_bytes
+        self._most_bytes = settings.of(StagingSettings).most_bytes
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(self._sizes.chunk_bytes - SEGMENT_ALIGNMENT + 1)
         # Guards the count below, since workers that gather take more memory when they need it, and the digest memory.
@@ -133,11 +134,11 @@ class SendingStaging:
         """Allocates what every worker that gathers begins with, and what calibrations need. Raises as `__init__`."""
         settings, layout = self._settings, self._layout
         sizes = self._sizes.of_sender(settings.gather_workers)
-        if sum(sizes) > settings.staging_memory_mib * 2**20:
+        if sum(sizes) > self._most_bytes:
             raise SettingsError(
                 f"{settings.gather_workers} workers that gather (KVFERRY_GATHER_WORKERS) with "
                 f"{self._ring_bytes / 2**20:g} MiB each (KVFERRY_STAGING_RING_MIB), and calibration, "
-                f"need more than {settings.staging_memory_mib:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
+                f"need more than {self._most_bytes / 2**20:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
         kernels = self._platform.staging.kernels(layout.regions(), layout.device)
         self._taken_bytes = sum(sizes)
@@ -149,7 +150,7 @@ class SendingStaging:
     def _more_memory(self) -> StagingMemory | None:
         """Allocates as much again for a worker that gathers; None if there is no more, or may not be."""
         with self._lock:
-            if self._taken_bytes + self._ring_bytes > self._settings.staging_memory_mib * 2**20:
+            if self._taken_bytes + self._ring_bytes > self._most_bytes:
                 return None
             self._taken_bytes += self._ring_bytes  # before it is allocated: another worker may ask meanwhile
         try:

@@ -23,6 +23,7 @@ from msgspec import structs
 from kvferry.control.channel import most_connections
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
+from kvferry.control.etcd_address import EtcdSettings
 from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client
 from kvferry.control.pod_identity import pod_of
 from kvferry.control.process_identity import is_gone, this_machine, this_process
@@ -44,16 +45,6 @@ from kvferry.staging.resources import MachineResources, StagingResources
 from kvferry.transport import Transport
 
 _LOOK_S = 1e-3
-_SETTINGS_OF_REGISTRIES = (
-    "shared_secret",
-    "registry_lease_s",
-    "registry_tls_ca",
-    "etcd_user",
-    "used_etcd_password",
-    "etcd_certificate",
-    "etcd_key",
-)
-"""With which a client of a registry is made, besides its address."""
 
 Closing: TypeAlias = Iterator[tuple[Callable[[], bool], float]]
 """Closes step by step: yields what to wait for, and until when at most (`Platform.wait_until`)."""
@@ -253,7 +244,8 @@ class SystemPlatform(Platform):
         return ZmqConnectingEnd(endpoint, credentials_of(settings))
 
     def registry(self, settings: Settings, url: str) -> Registry:
-        key = (url, *(getattr(settings, name) for name in _SETTINGS_OF_REGISTRIES))
+        own = settings.of(EtcdSettings)
+        key = (url, settings.shared_secret, settings.registry_lease_s, settings.registry_tls_ca, own)
         return self._registries.registry(key, lambda: create_registry_client(settings, url))
 
     def serve_registry(self, settings: Settings) -> RegistryServer:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from kvferry.addresses import address_towards_registry
 from kvferry.settings import Settings, environment, is_loopback, is_wildcard
 from kvferry.transport.devices import interface_of, rdma_devices
+from kvferry.transport.nixl.settings import NixlSettings
 
 OF_UCX = "UCX_NET_DEVICES"
 
@@ -31,10 +32,11 @@ class DeviceChoice:
 
 def chosen_device(settings: Settings) -> DeviceChoice:
     """Returns the device that these settings choose on this machine."""
-    if settings.nixl_device == "all":
+    told = settings.of(NixlSettings).nixl_device
+    if told == "all":
         return DeviceChoice(None, "KVFERRY_NIXL_DEVICE is all")
-    if settings.nixl_device is not None:
-        return DeviceChoice(settings.nixl_device, "KVFERRY_NIXL_DEVICE")
+    if told is not None:
+        return DeviceChoice(told, "KVFERRY_NIXL_DEVICE")
     if devices := environment().get(OF_UCX):
         return DeviceChoice(None, f"{OF_UCX} is {devices}")
     if settings.is_on_loopback:

@@ -16,6 +16,7 @@ from kvferry.transport.nixl.bindings import load_bindings, why_other_cuda
 from kvferry.transport.nixl.device_choice import OF_UCX, DeviceChoice, chosen_device
 from kvferry.transport.nixl.placement import placement
 from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
+from kvferry.transport.nixl.settings import NixlSettings
 from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
@@ -80,12 +81,13 @@ def _lists(settings: Settings) -> Iterator[Finding]:
         plugin = plugin_file(load_bindings(), environment())
     except TransportUnavailableError:
         return
-    if not settings.nixl_sgl:
+    own = settings.of(NixlSettings)
+    if not own.nixl_sgl:
         if plugin is not None and knows_lists(plugin):
             yield good("lists", "NIXL can hand UCX descriptors as lists, and is not told to (KVFERRY_NIXL_SGL)")
         return
     try:
-        check_lists(settings.nixl_backend, plugin)
+        check_lists(own.nixl_backend, plugin)
     except TransportUnavailableError as problem:
         yield error("lists", str(problem), "unset KVFERRY_NIXL_SGL")
         return

@@ -59,6 +59,7 @@ from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
 from kvferry.transport.nixl.scatter_gather import check_lists as check_scatter_gather
 from kvferry.transport.nixl.scatter_gather import plugin_file, told
+from kvferry.transport.nixl.settings import NixlSettings
 from kvferry.transport.nixl.shares import Lane, NixlHandle, Share, on_lanes, parts, seconds, sum_of
 from kvferry.transport.registered import RegisteredMemory, check_regions
 
@@ -88,10 +89,10 @@ class NixlTransport(Transport):
 
     @classmethod
     def from_settings(cls, settings: Settings, endpoint_name: str, *, writes: bool) -> NixlTransport:
-        parameters = {}
+        own, parameters = settings.of(NixlSettings), {}
         # Bulk writes from staging memory are not shared: there the threads would only cost connections to every peer.
         is_shared = writes and settings.forced_path in (None, TransferPath.DIRECT)
-        if settings.nixl_backend == "UCX":
+        if own.nixl_backend == "UCX":
             # Else UCX waits for TCP's connection while it holds everybody up: minutes, where packets get lost.
             configuration = ["TCP_CONN_NB=y"]
             # A lost connection has to break. Else writes through it hang for as long as TCP tries, a quarter of an
@@ -105,11 +106,11 @@ class NixlTransport(Transport):
             parameters["engine_config"] = ",".join(configuration)
         return cls(
             endpoint_name,
-            backend=settings.nixl_backend,
+            backend=own.nixl_backend,
             backend_parameters=parameters,
             only_writes=writes,
             threads=settings.nixl_threads if is_shared else 0,
-            hands_lists=writes and settings.nixl_sgl,
+            hands_lists=writes and own.nixl_sgl,
         )
 
     def __init__(
