@@ -60,6 +60,7 @@ from kvferry.layout.component import attention_components, latent_component
 from kvferry.protocol.links.link import LinkKey, LinkState
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.settings import Settings
+from kvferry.testing.probe import probe
 from kvferry.transport import InProcessNetwork, InProcessTransport
 from kvferry.transport.base import PeerMetadata
 from kvferry.transport.inprocess import InProcessConnection
@@ -591,12 +592,12 @@ class Engine:
         """Attaches every decode rank to the prefill engine; returns the seconds that it took."""
         begun_at = time.monotonic()
         for endpoint in self.endpoints:
-            links, deadline = endpoint._driver.rooms.links, begun_at + 600
+            links, deadline = probe(endpoint).links, begun_at + 600
 
             def begin(_now: float, links: Any = links, deadline: float = deadline) -> None:
                 links.to(LinkKey("prefill", 0), deadline)
 
-            endpoint._driver.context.submit(begin)
+            probe(endpoint).context.submit(begin)
         while not self._are_attached:
             assert time.monotonic() < begun_at + 300, "not all ranks were attached"
             self.turn()
@@ -605,8 +606,7 @@ class Engine:
     @property
     def _are_attached(self) -> bool:
         return all(
-            [link.state for link in endpoint._driver.rooms.links.current] == [LinkState.READY]
-            for endpoint in self.endpoints
+            [link.state for link in probe(endpoint).links.current] == [LinkState.READY] for endpoint in self.endpoints
         )
 
 

@@ -26,6 +26,7 @@ from tests.support.resources import Resources, resources
 
 import kvferry as kf
 from kvferry.control.registry_server import RegistryServer
+from kvferry.testing.probe import probe
 
 ROOT = Path(__file__).parent.parent
 ENGINE = "crashing"
@@ -135,7 +136,7 @@ def cycle(decode: kf.DecodeEndpoint, rank: Prefill, rooms: int) -> tuple[float, 
     forgotten_at = eventually("all rooms are forgotten", lambda: decode.open_rooms == 0)
     for lost in decode.status().quarantine:
         decode.release(lost.endpoint)
-    links = decode._driver.rooms.links
+    links = probe(decode).links
     eventually("nothing is in quarantine", lambda: not decode.status().quarantine and not links.retired)
     return failed_at - killed_at, back_at - killed_at, forgotten_at - killed_at
 

@@ -34,6 +34,7 @@ from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.layout import RankCoordinates
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.tracing import Recorder
+from kvferry.testing.probe import probe
 
 BASE_PORT = 9470
 PATHS = ("direct", "staged")
@@ -106,7 +107,7 @@ class SwitchedRank:
         self._rank.close()
 
     def _observer(self, path: str) -> dict[str, Any]:
-        return self._rank.endpoints[path]._telemetry.observer.__dict__
+        return probe(self._rank.endpoints[path]).telemetry.observer.__dict__
 
     def _switch(self, path: str, *, is_on: bool) -> None:
         self._observer(path).update(

@@ -22,6 +22,7 @@ from kvferry.protocol.transfer.states import (
 from kvferry.protocol.wire.codec import decode_notification, decode_to_decode, decode_to_prefill
 from kvferry.protocol.wire.messages import ChunkArrived, Notification, Numbered, Ping, StagedArrived
 from kvferry.staging.rings import Span
+from kvferry.testing.probe import probe
 from proof.simulated_transport import Piece, SimulatedHandle, SimulatedTransport
 from proof.simulation.adversary import Adversary
 from proof.simulation.circumstances import WAITS
@@ -215,7 +216,7 @@ class Inspector:
     def _check_admission(self, process: Process) -> None:
         """Nobody waits to be admitted while there is room for who came before all others for whom it is not full."""
         assert isinstance(process.endpoint, PrefillEndpoint)
-        admission = process.endpoint._driver.admission
+        admission = probe(process.endpoint).admission
         first: tuple[int, int] | None = None
         for lane in admission._lanes.values():
             waits = lane.first()
@@ -295,7 +296,7 @@ class Inspector:
                     f"{_owner_name(owner)}",
                 )
         elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
-            ring = target.endpoint._driver.context.staging.ring(transfer.source.endpoint_name, about.epoch)
+            ring = probe(target.endpoint).context.staging.ring(transfer.source.endpoint_name, about.epoch)
             demand(
                 ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
                 Law.NO_WRITE_AFTER_RELEASE,

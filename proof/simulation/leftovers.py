@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.testing.probe import probe
 from proof.simulated_transport import SimulatedTransport
 from proof.simulation.processes import Process
 
@@ -25,15 +26,15 @@ def leftovers(process: Process, living: Collection[str], kept: Collection[int]) 
 
 
 def _of_prefill(endpoint: PrefillEndpoint, transport: SimulatedTransport, living: Collection[str]) -> Iterator[str]:
-    if not endpoint._driver.rooms.table.is_quiet:
-        yield f"{endpoint.open_rooms} rooms, {len(endpoint._driver.rooms.table._pending)} pending ones"
-    admission = endpoint._driver.admission
+    if not probe(endpoint).table.is_quiet:
+        yield f"{endpoint.open_rooms} rooms, {len(probe(endpoint).pending)} pending ones"
+    admission = probe(endpoint).admission
     if admission.num_bytes or admission.num_waiting:
         yield f"{admission.num_bytes} bytes admitted, {admission.num_waiting} who wait to be"
-    for memory in endpoint._driver.ranks._context.staging.source_memories:
+    for memory in probe(endpoint).context.staging.source_memories:
         if memory._taken or memory.num_waiting:
             yield f"slots {memory._taken}, {memory.num_waiting} who wait for one"
-    for peer in endpoint._driver.ranks.peers():
+    for peer in probe(endpoint).peers:
         if peer.name not in living:
             yield f"a connection to {peer.name}, which is gone"
         if peer.attachment is None:
@@ -48,7 +49,7 @@ def _of_prefill(endpoint: PrefillEndpoint, transport: SimulatedTransport, living
 
 
 def _of_decode(endpoint: DecodeEndpoint, kept: Collection[int]) -> Iterator[str]:
-    driver, rooms = endpoint._driver, endpoint._driver.rooms
+    driver, rooms = probe(endpoint).driver, probe(endpoint).rooms
     used = [link for link, through in rooms.links.rooms_of.items() if any(room.room not in kept for room in through)]
     if rooms.open.keys() - set(kept) or used:
         yield f"{endpoint.open_rooms} rooms, through {len(rooms.links.rooms_of)} links"

@@ -9,6 +9,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.endpoint.decode.links import Caller
 from kvferry.endpoint.runtime.platform import Closing
 from kvferry.protocol.links.link import LinkKey
+from kvferry.testing.probe import probe
 from proof.simulated_transport import SimulatedTransport
 from proof.simulation.machines import SimulatedPlatform
 from proof.simulation.memory import Pool
@@ -85,7 +86,7 @@ class Process:
         """Has a caller wait, on a thread of their own, until an engine is connected (`DecodeEndpoint.connect`)."""
         assert isinstance(self.endpoint, DecodeEndpoint)
         self.waiting.append(Caller())
-        self.endpoint._driver.rooms.links.begin_waiting(self.waiting[-1], LinkKey(engine, 0))
+        probe(self.endpoint).links.begin_waiting(self.waiting[-1], LinkKey(engine, 0))
 
     def begin_closing(self) -> None:
         """Its owner closes the endpoint."""

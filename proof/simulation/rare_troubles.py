@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from kvferry.endpoint import PrefillEndpoint
 from kvferry.endpoint.runtime.calibration import WriteHangsError
+from kvferry.testing.probe import probe
 from kvferry.transport import TransferHandle
 from proof.simulated_transport import Loss, SimulatedConnection, SimulatedHandle, SimulatedTransport
 from proof.simulation.adversary import RECOVERY_S, Adversary
@@ -244,7 +245,7 @@ class RareTroubles:
         """Whether a room waits for a receiver's ring, perhaps full of parts of which it was not told."""
         endpoint = self._world.process_of(source).endpoint
         assert isinstance(endpoint, PrefillEndpoint)
-        attachment = endpoint._driver.ranks.attachment(receiver)
+        attachment = probe(endpoint).ranks.attachment(receiver)
         staged = attachment.paths.staged if attachment is not None else None
         return staged is not None and staged.peer.ring.num_waiting > 0
 

@@ -12,6 +12,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import UnknownRoomError
 from kvferry.layout import Interval
 from kvferry.protocol.transfer.states import TransferState
+from kvferry.testing.probe import probe
 from proof.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Contents
 from proof.simulation.processes import Process
 
@@ -92,15 +93,15 @@ class SendSide(RankSide):
         has_come = self.sender is not None or self.is_refusing
         if not has_come or not self.process.is_alive or not isinstance(endpoint, PrefillEndpoint):
             return False
-        table, room = endpoint._driver.rooms.table, self.request.room
+        table, room = probe(endpoint).table, self.request.room
         # Where its clock has jumped it has forgotten too soon how the room ended: whoever comes late waits for another.
-        return table.holds(room) or (self.process.platform.skew_s > 0 and room in table._pending)
+        return table.holds(room) or (self.process.platform.skew_s > 0 and room in table.pending)
 
     @property
     def is_taken(self) -> bool:
         endpoint = self.process.endpoint
         assert isinstance(endpoint, PrefillEndpoint)
-        return self.sender is not None or endpoint._driver.rooms.table.is_asked_for(self.request.room)
+        return self.sender is not None or probe(endpoint).table.is_asked_for(self.request.room)
 
     @property
     def is_handed_in(self) -> bool:
@@ -139,7 +140,7 @@ class ReceiveSide(RankSide):
         endpoint = self.process.endpoint
         if not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
             return False
-        if self.request.room in endpoint._driver.rooms.refusals._refusals:
+        if self.request.room in probe(endpoint).rooms.refusals._refusals:
             return True
         if self.receiver is None:
             return False

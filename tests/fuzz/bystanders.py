@@ -15,6 +15,7 @@ from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.registrations import EngineView
+from kvferry.testing.probe import probe
 
 FIRST_ROOM = 1 << 40
 UNGUESSED_ROOM = 0x5DEE_CE66_D15E_A5E7
@@ -42,9 +43,9 @@ class Bystanders:
         self.half_open = [self.pair.new(room) for room in (next(self._rooms), UNGUESSED_ROOM)]
         self.pair.open_decode(self.half_open[0])
         self.pair.open_prefill(self.half_open[1])
-        eventually("the room is kept", lambda: len(self.prefill._driver.rooms.table._pending) == 1)
+        eventually("the room is kept", lambda: len(probe(self.prefill).pending) == 1)
         self._threads = {thread for thread in threading.enumerate() if thread.name.startswith("kvferry")}
-        self._attachment = self.prefill._driver.ranks.peer(self.decode.transport.endpoint_name)
+        self._attachment = probe(self.prefill).ranks.peer(self.decode.transport.endpoint_name)
         self._registrations = self.registered()
         transport = self.prefill.transport
         connect = transport.connect
@@ -91,12 +92,12 @@ class Bystanders:
         for transfer in (*self.half_open[0].receivers, *self.half_open[1].senders):
             assert not transfer.state.is_final, transfer.error
             assert transfer.state is not TransferState.TRANSFERRING
-        peers = {peer.name for peer in self.prefill._driver.ranks.peers()}
+        peers = {peer.name for peer in probe(self.prefill).peers}
         known = self.decode.transport.endpoint_name
         assert known in peers
         others = {peer for peer in peers - {known} if not strangers or not peer.startswith(strangers)}
         assert not others, others
-        assert self.prefill._driver.ranks.peer(known) is self._attachment, "the good pair's connection was made anew"
+        assert probe(self.prefill).ranks.peer(known) is self._attachment, "the good pair's connection was made anew"
         assert self.registered() == self._registrations
         self.transfer()
         assert (self.prefill.open_rooms, self.decode.open_rooms) == (1, 1)

@@ -23,6 +23,7 @@ from kvferry.layout import Device, RankCoordinates, Region
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
+from kvferry.testing.probe import probe
 
 BURST = 200
 WITHIN_S = PATIENCE_S
@@ -155,7 +156,7 @@ class Attack:
     def mutator(self, chance: random.Random) -> Mutator:
         """Knows what an attacker could hope to know: names, and numbers of a room that is open."""
         decode = self._bystanders.decode
-        (room,) = decode._driver.rooms.open.values()
+        (room,) = probe(decode).rooms.open.values()
         writer = self._bystanders.prefill.transport.endpoint_name
         known: list[field_types.Message] = [
             messages.ChunkArrived(room=room.room, generation=room.generation, writer=0, sequence=0),
@@ -196,7 +197,7 @@ class Attack:
         receiver = decode.open(next(self._rooms), np.array([0]), engine="hostile")
         who = self._prefill.asked_by(WITHIN_S)
         assert who is not None, "the decode rank does not ask any more"
-        links = decode._driver.rooms.links  # this one's may have failed already: it was given up by what came before
+        links = probe(decode).links  # this one's may have failed already: it was given up by what came before
         epoch = max((each.attempt for each in (*links.current, *links.retired)), default=1)
         told, numbers = 0, itertools.count(1)
         if chance.random() < 0.5:

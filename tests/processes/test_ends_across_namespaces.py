@@ -26,6 +26,7 @@ from kvferry import DecodeEndpoint, RankCoordinates, Receiver, Settings
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.observe.status import LostPeerStatus
+from kvferry.testing.probe import probe
 
 skip_unless_installed()
 
@@ -99,7 +100,7 @@ def scene(tmp_path: Path) -> Iterator[Callable[..., Scene]]:
 
 def counted_rounds(scene: Scene) -> Callable[[], int]:
     """Counts how often the registry is asked whom operators have released: once in every round of asking."""
-    client, asked = scene.decode._registry_client, itertools.count()
+    client, asked = probe(scene.decode).registry, itertools.count()
     right, rounds = client.released, [0]
 
     def released() -> tuple[str, ...]:

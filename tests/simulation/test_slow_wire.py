@@ -32,6 +32,7 @@ from kvferry.layout import (
     attention_components,
     virtual_layout,
 )
+from kvferry.testing.probe import probe
 
 GIB = 2**30
 ROOMS, ROOM_PAGES, DECODE_RANKS = 1000, 16, 4
@@ -214,7 +215,7 @@ def test_on_a_wire_slowed_to_a_tenth_all_rooms_succeed(chunks: Sequence[int]):
     assert outcomes(transfers) == {"success": 2 * ROOMS}
     assert machines.wire.most_bytes <= MOST_BYTES
     assert machines.now > ROOMS * GIB / (FULL_SPEED / 10), "the wire is the bottleneck"
-    assert machines.prefill._driver.admission.num_bytes == 0
+    assert probe(machines.prefill).admission.num_bytes == 0
 
 
 def test_without_bounds_what_shares_the_wire_times_out_on_it(monkeypatch: pytest.MonkeyPatch):

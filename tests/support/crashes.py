@@ -12,6 +12,7 @@ from kvferry import PrefillEndpoint, RankCoordinates
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.testing import LocalNetwork
+from kvferry.testing.probe import probe
 
 _machines = itertools.count(1)
 
@@ -43,5 +44,5 @@ def prefill_elsewhere(
 
 def crash(endpoint: PrefillEndpoint) -> None:
     """Ends a prefill rank as its peers see a crash: not a word comes from it any more."""
-    endpoint._driver._channel.send = lambda *_: None  # type: ignore[method-assign]
+    probe(endpoint).driver._channel.send = lambda *_: None  # type: ignore[method-assign]
     endpoint.close()

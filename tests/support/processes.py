@@ -31,6 +31,7 @@ from kvferry.errors import KVFerryError
 from kvferry.plan.packing import BlockShape
 from kvferry.staging.kernels import StartArray
 from kvferry.testing import KnownContents, Pool
+from kvferry.testing.probe import probe
 
 Pages: TypeAlias = list[int]
 
@@ -199,20 +200,20 @@ class Rank:
     def early_rooms(self) -> int:
         """How many rooms decode ranks have asked a prefill rank for that it has not opened."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return len(self.endpoint._driver.rooms.table._pending)
+        return len(probe(self.endpoint).pending)
 
     def peers(self, engine: str) -> set[str]:
         """Endpoints of an engine that this rank is connected with, as far as it knows."""
         if isinstance(self.endpoint, PrefillEndpoint):
-            return {peer.name for peer in self.endpoint._driver.ranks.peers() if peer.name.startswith(f"{engine}-")}
+            return {peer.name for peer in probe(self.endpoint).peers if peer.name.startswith(f"{engine}-")}
         assert isinstance(self.endpoint, DecodeEndpoint)
-        links = self.endpoint._driver.rooms.links.current
+        links = probe(self.endpoint).links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
 
     def connections(self) -> dict[str, int]:
         """By the decode rank that it is with, the number of the connection that a prefill rank has now."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return {peer.name: peer.attempt for peer in self.endpoint._driver.ranks.peers()}
+        return {peer.name: peer.attempt for peer in probe(self.endpoint).peers}
 
     def registry_url(self) -> str:
         """Where the registry is that a prefill rank announces itself to."""
@@ -227,14 +228,14 @@ class Rank:
     def waits_for_credit(self) -> bool:
         """Whether any room of a prefill rank waits for a decode rank's staging memory."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        attachments = [peer.attachment for peer in self.endpoint._driver.ranks.peers()]
+        attachments = [peer.attachment for peer in probe(self.endpoint).peers]
         staged = [each.paths.staged for each in attachments if each is not None]
         return any(each.peer.ring.num_waiting for each in staged if each is not None)
 
     def control_port(self) -> int:
         """Where a prefill rank listens."""
         assert isinstance(self.endpoint, PrefillEndpoint)
-        return self.endpoint._driver.port
+        return probe(self.endpoint).port
 
     def registered(self, timeout_s: float) -> bool:
         """Waits until the registry knows a prefill rank."""
@@ -276,7 +277,7 @@ class Rank:
         """Changes the first byte of a page's keys in layer 0, as soon as it has arrived and before it is compared."""
         assert isinstance(self.endpoint, DecodeEndpoint)
         assert self.pool is not None
-        checks = self.endpoint._driver.context.staging.checks
+        checks = probe(self.endpoint).context.staging.checks
         assert checks is not None
         kernels, element = checks.memory.kernels, self.pool.elements(self.pool.layout.shards[0], 0)[page]
         gather = kernels.gather

@@ -15,6 +15,7 @@ from kvferry.errors import KVFerryError, PageError, TransferFailedError, Transfe
 from kvferry.observe.records import SenderStats
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
+from kvferry.testing.probe import probe
 
 SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
 PAGE_BYTES = 128  # keys and values of a page of that model
@@ -246,7 +247,7 @@ def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Re
     transport.held = True
     for start in range(0, 12, 2):
         requests.submit(request, start, start + 2, last=start == 10)
-    sending = requests.prefill.endpoints[0]._driver.rooms.table.rooms[1]
+    sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
     eventually("one is on its way", lambda: transport.in_flight == 1)
     eventually("all others are deferred", lambda: len(deferred(sending._machine)) == 5)
     assert transport.in_flight == 1
@@ -256,7 +257,7 @@ def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Re
     requests.check(request)
     stats: SenderStats = request.senders[0].stats
     assert [write.total_bytes for write in stats.writes] == [2 * PAGE_BYTES] * 6
-    assert requests.prefill.endpoints[0]._driver.admission.num_bytes == 0
+    assert probe(requests.prefill.endpoints[0]).admission.num_bytes == 0
 
 
 def test_a_write_that_waits_is_dropped_with_a_room_that_the_next_chunk_fails_once_it_is_ready(
@@ -274,7 +275,7 @@ def test_a_write_that_waits_is_dropped_with_a_room_that_the_next_chunk_fails_onc
     eventually("one is on its way", lambda: transport.in_flight == 1)
     (sender,), (source,) = failing.senders, failing.source_pages
     sender.submit(source[:2])
-    sending = requests.prefill.endpoints[0]._driver.rooms.table.rooms[2]
+    sending = probe(requests.prefill.endpoints[0]).table.rooms[2]
     eventually("the other is deferred", lambda: len(deferred(sending._machine)) == 1)
     others = [page for page in range(64) if page not in source]
     sender.submit([*source[2:], others[0]], last=True, ready=is_ready)
@@ -298,7 +299,7 @@ def test_a_room_whose_receiver_takes_no_more_holds_up_no_other(engines: Callable
     slow.open_decode(stuck)
     slow.open_prefill(stuck)
     eventually("it is open", lambda: stuck.senders[0].state is TransferState.WAITING_FOR_INPUT)
-    (peer,) = prefill.endpoints[0]._driver.rooms.table.rooms[1].generations
+    (peer,) = probe(prefill.endpoints[0]).table.rooms[1].generations
     transport.held = {peer}
     for start in range(12):
         slow.submit(stuck, start, start + 1, last=start == 11)
@@ -322,7 +323,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
         for start in range(4):
             requests.submit(each, start, start + 1, last=start == 3)
         eventually("the first one's is on its way", lambda: transport.in_flight == 1)
-    sending = requests.prefill.endpoints[0]._driver.rooms.table.rooms[1]
+    sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
     eventually("all chunks are taken", lambda: sending._handled_chunks == 4)
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
     with pytest.raises(KVFerryError):
@@ -333,7 +334,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
     for transfer in (*request.senders, *request.receivers):
         assert transfer.wait_pages_reusable(10)
     assert transport.posted in (4, 5), "of the room that failed no more than the one that was on its way"
-    admission = requests.prefill.endpoints[0]._driver.admission
+    admission = probe(requests.prefill.endpoints[0]).admission
     assert (admission.num_bytes, admission.num_waiting) == (0, 0)
 
 
@@ -354,7 +355,7 @@ def test_what_fails_to_be_posted_or_on_its_way_makes_room_for_others(pair: Calla
             request.senders[0].wait()
         setattr(transport, hook, None)
         eventually("it is gone", lambda: requests.prefill.endpoints[0].open_rooms == 0)
-        assert requests.prefill.endpoints[0]._driver.admission.num_bytes == 0
+        assert probe(requests.prefill.endpoints[0]).admission.num_bytes == 0
         requests.run(100 + room)
 
 

@@ -12,6 +12,7 @@ from tests.support.waiting import PATIENCE_S
 from kvferry import DecodeEndpoint, InProcessNetwork, InProcessTransport, PrefillEndpoint, RankCoordinates, Settings
 from kvferry.errors import SettingsError
 from kvferry.testing import KnownContents
+from kvferry.testing.probe import probe
 
 PAGES = np.arange(4)
 
@@ -25,8 +26,8 @@ def test_decode_ranks_connect_to_the_port_that_is_advertised():
         transport = InProcessTransport(network)
         with PrefillEndpoint(source.layout, settings=settings, transport=transport) as prefill:
             assert prefill.control_address == f"tcp://127.0.0.1:{proxy.port}"
-            assert prefill._driver.port != proxy.port
-            proxy.target = prefill._driver.port
+            assert probe(prefill).port != proxy.port
+            proxy.target = probe(prefill).port
             settings = Settings(registry_url=prefill.registry_url)
             transport = InProcessTransport(network)
             with DecodeEndpoint(target.layout, settings=settings, transport=transport) as decode:
@@ -48,7 +49,7 @@ def test_ranks_of_one_machine_that_are_given_one_port_each_have_their_own():
         with PrefillEndpoint(
             layout, coordinates=second, settings=beside, transport=InProcessTransport(network)
         ) as other:
-            assert (first._driver.port, other._driver.port) == (base, base + 1)
+            assert (probe(first).port, probe(other).port) == (base, base + 1)
             assert other.control_address == "tcp://127.0.0.1:9001"
 
 

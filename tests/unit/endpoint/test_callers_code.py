@@ -20,6 +20,7 @@ from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import TransferFailedError, UsageError
+from kvferry.testing.probe import probe
 
 S = TransferState
 SIDES = ["prefill", "decode"]
@@ -421,7 +422,7 @@ def test_one_notification_with_which_anything_is_raised_loses_none_that_came_wit
         return given
 
     monkeypatch.setattr(taking, "take_notifications", take_together)
-    room = requests.decode.endpoints[0]._driver.rooms.open[4]
+    room = probe(requests.decode.endpoints[0]).rooms.open[4]
     handle = room.machine.handle
     errors = [SystemExit(3)]
     monkeypatch.setattr(

@@ -49,6 +49,7 @@ from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
 from kvferry.staging.rings import Span
+from kvferry.testing.probe import probe
 
 pytest.importorskip("torch")
 
@@ -265,7 +266,7 @@ def submitted(requests: Requests, room: int, pages: int = 6, **options: Any) -> 
 
 
 def decode_kernels(requests: Requests, rank: int = 0) -> Any:
-    checks = requests.decode.endpoints[rank]._driver.context.staging.checks
+    checks = probe(requests.decode.endpoints[rank]).context.staging.checks
     assert checks is not None
     return checks.memory.kernels
 
@@ -375,7 +376,7 @@ def flip_at(address: int) -> None:
 def test_what_the_wire_changes_is_found(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, path: str):
     requests = pair(ATTENTION, path=path, checksums=True)
     request = requests.new(2)
-    driver, pool = requests.decode.endpoints[0]._driver, requests.decode.pools[0]
+    driver, pool = probe(requests.decode.endpoints[0]).driver, requests.decode.pools[0]
     page = int(request.destination_pages[0][0])
 
     def spoil(sender: str, message: messages.Notification) -> None:
@@ -675,7 +676,7 @@ def test_what_a_broken_connection_has_lost_is_sent_again_and_counts_once(
 ):
     requests = pair(ATTENTION, Shape(tp=2), Shape(), checksums=True, heartbeat_interval_s=0.1, peer_timeout_s=5.0)
     requests.connect()
-    driver = requests.prefill.endpoints[1]._driver
+    driver = probe(requests.prefill.endpoints[1]).driver
     right, verified = driver._take_numbered, driver.rooms.verified
     lost: list[messages.Numbered] = []
     taken: list[int] = []

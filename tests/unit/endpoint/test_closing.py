@@ -58,6 +58,7 @@ from kvferry.errors import (
 from kvferry.protocol.links.link import Link
 from kvferry.protocol.wire.registrations import EngineView
 from kvferry.staging import memory
+from kvferry.testing.probe import probe
 from kvferry.testing.transports import FaultyTransport
 
 
@@ -204,7 +205,7 @@ class Hanging:
 
     @property
     def driver(self) -> DecodeDriver:
-        return self.requests.decode.endpoints[0]._driver
+        return probe(self.requests.decode.endpoints[0]).driver
 
     def wait_until_not_relied_on(self) -> None:
         """The decode rank may make another link to the engine at any time, but this one is over."""
@@ -228,7 +229,7 @@ def hanging(engines: Callable[..., Engines]) -> Callable[..., Hanging]:
         requests = Requests(both.prefill(Model()), both.decode(Model()))
         requests.connect()
         request = requests.begin_held()
-        (link,) = requests.decode.endpoints[0]._driver.rooms.links.current
+        (link,) = probe(requests.decode.endpoints[0]).links.current
         return Hanging(both, requests, request, link)
 
     return make
@@ -240,7 +241,7 @@ def test_closing_returns_while_a_write_hangs_and_the_rest_is_done_when_it_ends(
     case = hanging()
     pending = case.requests.new(2)
     case.requests.open_decode(pending)
-    eventually("another room waits", lambda: len(case.prefill._driver.rooms.table._pending) == 1)
+    eventually("another room waits", lambda: len(probe(case.prefill).pending) == 1)
     with caplog.at_level(logging.ERROR):
         case.prefill.close()
     assert "writes are still on their way, 1 rooms' too" in caplog.text
@@ -288,7 +289,7 @@ def test_a_decode_rank_that_was_given_up_for_its_silence_is_told_of_the_end_too(
         thawed.wait()
 
     case.driver.context.submit(freeze)
-    eventually("it is given up", lambda: not case.prefill._driver.ranks.peers())
+    eventually("it is given up", lambda: not probe(case.prefill).peers)
     case.prefill.close()
     case.transport.held = False
     eventually("everything was given back", lambda: is_closed(case.transport))
@@ -650,7 +651,7 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     waiting = [threading.Thread(target=connect) for _ in range(3)]
     for thread in waiting:
         thread.start()
-    eventually("they wait", lambda: len(decode._driver.rooms.links._callers) == 3)
+    eventually("they wait", lambda: len(probe(decode).links._callers) == 3)
     decode.close()
     for thread in waiting:
         thread.join(WAIT_S)
@@ -702,7 +703,7 @@ def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[.
 def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
     requests = pair()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    with prefill._driver.rooms._lock, decode._driver.rooms._lock, decode._closers, prefill._closers:
+    with probe(prefill).rooms._lock, probe(decode).rooms._lock, probe(decode).closers, probe(prefill).closers:
         for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
             assert in_child(call).startswith(("UsageError", "None"))
 

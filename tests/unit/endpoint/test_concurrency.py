@@ -29,6 +29,7 @@ from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
 from kvferry.protocol.transfer.room_table import REMEMBERED
 from kvferry.testing import KnownContents
+from kvferry.testing.probe import probe
 
 
 def wait_for(event: threading.Event) -> None:
@@ -167,7 +168,7 @@ def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
 @pytest.mark.parametrize(("workers", "queues", "used"), [(1, 4, 1), (2, 2, 2), (5, 3, 3), (8, 1, 1)])
 def test_any_number_of_workers_and_queues(pair: Callable[..., Requests], workers: int, queues: int, used: int):
     requests = pair(SMALL, workers=workers, queues=queues)
-    assert len(requests.prefill.endpoints[0]._driver.workers.queues) == used
+    assert len(probe(requests.prefill.endpoints[0]).driver.workers.queues) == used
     for room in range(20):
         requests.run(room)
     assert requests.prefill.endpoints[0].is_healthy
@@ -228,7 +229,7 @@ def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_wa
 
 def kept(requests: Requests, room: int) -> int:
     """Chunks of a room that wait for a decode rank to open it."""
-    return requests.prefill.endpoints[0]._driver.rooms.table.rooms[room]._machine.waiting_chunks
+    return probe(requests.prefill.endpoints[0]).table.rooms[room]._machine.waiting_chunks
 
 
 class Hops(Actor):
@@ -474,21 +475,21 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     for sender in senders:
         sender.submit(np.arange(1), last=True)
         decode.open(1000 + sender.room, np.arange(1), engine=requests.prefill.name)
-    eventually("all were taken", lambda: all(room._handled_chunks for room in prefill._driver.rooms.all()))
-    eventually("all were asked for", lambda: len(prefill._driver.rooms.table._pending) == len(senders))
-    eventually("the waker rests", lambda: prefill._driver._waker.is_resting)
-    prefill._driver._connecting_until = 0.0
-    decode._driver.rooms.last_news_at -= 10.0
+    eventually("all were taken", lambda: all(room._handled_chunks for room in probe(prefill).rooms.all()))
+    eventually("all were asked for", lambda: len(probe(prefill).pending) == len(senders))
+    eventually("the waker rests", lambda: probe(prefill).driver._waker.is_resting)
+    probe(prefill).driver._connecting_until = 0.0
+    probe(decode).rooms.last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
     waits_ms: list[int] = []
-    right_wait = decode._driver.context.end.wait
+    right_wait = probe(decode).context.end.wait
 
     def wait(timeout_ms: int) -> Any:
         waits_ms.append(timeout_ms)
         return right_wait(timeout_ms)
 
-    monkeypatch.setattr(decode._driver.context.end, "wait", wait)
+    monkeypatch.setattr(probe(decode).context.end, "wait", wait)
     for loop in (Waker, Worker, PrefillDriver):
         right = loop.turn
 

@@ -17,6 +17,7 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import codec, messages
+from kvferry.testing.probe import probe
 
 PAGES = np.arange(1)
 
@@ -61,8 +62,8 @@ def test_a_decode_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_t
     taken = {}
     for rooms in (10, 1_000):
         decode = cluster(decode_rooms=rooms).decoders[0]
-        driver = decode._driver
-        now = decode._platform.now()
+        driver = probe(decode).driver
+        now = probe(decode).now
         driver._next_ping_at = now + 1
         tick = steps_of(partial(driver._tick, now))
         driver._next_ping_at = now
@@ -75,8 +76,8 @@ def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_
     taken = {}
     for rooms in (10, 1_000):
         prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
-        now = prefill._platform.now()
-        taken[rooms] = steps_of(partial(prefill._driver._tick, now, longest_wait_s=1.0))
+        now = probe(prefill).now
+        taken[rooms] = steps_of(partial(probe(prefill).driver._tick, now, longest_wait_s=1.0))
     assert taken[10] == taken[1_000]
 
 
@@ -84,7 +85,7 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
     taken = {}
     for ranks in (2, 50):
         made = cluster(ranks)
-        driver = made.decoders[0]._driver
+        driver = probe(made.decoders[0]).driver
         link = driver.rooms.links._current[LinkKey("prefill", 0)]
         channel = driver.rooms.links.connections.lines[link.addresses[-1]].connection
         assert isinstance(channel, Straight)
@@ -103,7 +104,7 @@ def test_a_thousand_engines_that_never_come_cost_as_much_each_as_a_hundred():
         waiting = [decode.open(number, PAGES, engine=f"nobody-{number}") for number in range(count)]
         made.round()
         made.now += decode.settings.bootstrap_timeout_s + 1
-        driver = decode._driver
+        driver = probe(decode).driver
         taken[count] = steps_of(partial(driver._tick, made.now)) / count
         assert all(each.state is TransferState.FAILED for each in waiting)
     assert taken[1_000] < 1.1 * taken[100]
@@ -113,14 +114,14 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
     made = cluster(prefill_rooms=1_000)
     prefill, decode = made.prefillers[0], made.decoders[0]
     decode.open(5_007, PAGES, engine="prefill")
-    room = prefill._driver.rooms.table.rooms[5_007]
+    room = probe(prefill).table.rooms[5_007]
     while not room.generations:
         made.round()
-    (other,) = (each for number, each in prefill._driver.rooms.table.rooms.items() if number == 5_008)
+    (other,) = (each for number, each in probe(prefill).table.rooms.items() if number == 5_008)
     posted: list[int] = []
     for each in (room, other):
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
-    prefill._driver._give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    probe(prefill).driver._give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]
 
 

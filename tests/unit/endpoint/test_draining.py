@@ -28,6 +28,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.testing.probe import probe
 
 SECRET = "a secret that only these tests have"
 
@@ -226,7 +227,7 @@ def test_times_cannot_be_negative(requests: Requests):
 def test_draining_does_not_wait_for_the_registry(engines: Callable[..., Engines]):
     """An engine's scheduler calls it."""
     prefill = engines().prefill(Model()).endpoints[0]
-    registry = prefill._registration._client
+    registry = probe(prefill).registration._client
     goes_on = threading.Event()
     register = registry.register
 

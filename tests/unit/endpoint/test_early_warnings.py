@@ -16,6 +16,7 @@ from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.wire.field_types import DecodeRank
+from kvferry.testing.probe import probe
 
 PROBLEM = PeerDisconnectedError("the registry knows nobody")
 
@@ -119,7 +120,7 @@ def test_both_sides_say_that_they_do_not_find_each_other(
 
     eventually("both have said it", lambda: bool(said(here) and said(there)))
     assert f"at the registry {both.settings().registry_address}?" in said(there)[0]
-    assert [peer.problem for peer in decode.status().peers] == [str(decode._driver.rooms.links.current[0].problem)]
+    assert [peer.problem for peer in decode.status().peers] == [str(probe(decode).links.current[0].problem)]
     assert here in decode.status().peers[0].problem
     receiver.abort()
 
@@ -131,7 +132,7 @@ def test_an_engine_for_which_no_room_waits_is_not_said_to_be_missed(
     monkeypatch.setattr(early_warnings, "MISSED_S", 0.0)
     both = engines()
     decode, name = both.decode(Model()).endpoints[0], new_engine_name("gone")
-    links = decode._driver.rooms.links
+    links = probe(decode).links
 
     def look_up(now: float) -> None:
         links.to(LinkKey(name, 0), now + 60)

@@ -23,6 +23,7 @@ from kvferry.cli.app import app
 from kvferry.errors import RegistrationRefusedError, UsageError
 from kvferry.observe.status import LostPeerStatus
 from kvferry.testing import FaultyTransport, LocalNetwork
+from kvferry.testing.probe import probe
 
 PAGES = 4
 QUICK = {"heartbeat_interval_s": 0.05, "peer_timeout_s": 0.8, "quarantine_s": 0.0, "close_timeout_s": 0.2}
@@ -129,7 +130,7 @@ def test_nobody_is_released_who_is_not_lost(scene: Callable[..., Scene]):
     with pytest.raises(UsageError, match="lost are: none"):
         its.decode.release(name)
     with pytest.raises(RegistrationRefusedError, match="is registered"):
-        its.decode._registry_client.release(name)
+        probe(its.decode).registry.release(name)
     prefill.close()
 
 

@@ -11,6 +11,7 @@ from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState
+from kvferry.testing.probe import probe
 
 ATTENTION = Model(layers=4, heads=4)
 GROUPED = Model(layers=3, heads=2)
@@ -97,14 +98,14 @@ def test_the_decode_side_may_be_first(pair: Callable[..., Requests]):
     requests = pair(ATTENTION, Shape(tp=2), Shape(tp=2))
     request = requests.new(5, 6)
     requests.open_decode(request)
-    pending = [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints]
+    pending = [len(probe(endpoint).pending) for endpoint in requests.prefill.endpoints]
     eventually(
         "every prefill rank keeps the room",
-        lambda: [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints] == [1, 1],
+        lambda: [len(probe(endpoint).pending) for endpoint in requests.prefill.endpoints] == [1, 1],
     )
     assert pending in ([0, 0], [0, 1], [1, 0], [1, 1])
     requests.open_prefill(request)
-    assert [len(endpoint._driver.rooms.table._pending) for endpoint in requests.prefill.endpoints] == [0, 0]
+    assert [len(probe(endpoint).pending) for endpoint in requests.prefill.endpoints] == [0, 0]
     requests.submit(request)
     request.wait()
     requests.check(request)

@@ -14,6 +14,7 @@ from tests.support.waiting import eventually
 from kvferry import TransferState
 from kvferry.errors import TransferTimeoutError
 from kvferry.protocol.wire.field_types import MAX_EXPECTED
+from kvferry.testing.probe import probe
 
 HOLD_S = 1.0
 QUICK = {"bootstrap_timeout_s": HOLD_S, "heartbeat_interval_s": 0.1, "peer_timeout_s": 5.0}
@@ -59,7 +60,7 @@ def test_a_room_that_is_refused_after_it_was_expected_ends_at_once(pair: Callabl
     decode.refuse(1, "the client has gone", engine=both.prefill.name)
     with pytest.raises(Exception, match="the client has gone"):
         sender.wait(WAIT_S)
-    eventually("nothing is said of it", lambda: not decode._driver.rooms.expected.rooms)
+    eventually("nothing is said of it", lambda: not probe(decode).rooms.expected.rooms)
 
 
 def test_the_rooms_that_a_decode_rank_expected_end_after_it_has_gone(engines: Callable[..., Engines]):

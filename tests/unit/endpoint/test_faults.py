@@ -26,6 +26,7 @@ from kvferry.errors import (
     TransportError,
 )
 from kvferry.protocol.wire import codec, field_types, messages
+from kvferry.testing.probe import probe
 
 S = TransferState
 
@@ -35,7 +36,7 @@ def decode_name(requests: Requests, rank: int = 0) -> str:
 
 
 def generation(requests: Requests, room: int) -> int:
-    return requests.decode.endpoints[0]._driver.rooms.open[room].generation
+    return probe(requests.decode.endpoints[0]).rooms.open[room].generation
 
 
 # ---- deadlines --------------------------------------------------------------------------------------------------
@@ -82,9 +83,7 @@ def test_a_room_that_the_prefill_side_never_opens_ends(pair: Callable[..., Reque
     assert "KVFERRY_BOOTSTRAP_TIMEOUT_S" in str(request.receivers[0].error)
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
     for endpoint in requests.prefill.endpoints:
-        eventually(
-            "nothing is kept any more", lambda endpoint: len(endpoint._driver.rooms.table._pending) == 0, endpoint
-        )
+        eventually("nothing is kept any more", lambda endpoint: len(probe(endpoint).pending) == 0, endpoint)
 
 
 def test_a_caller_who_never_submits_ends_the_room_on_both_sides(pair: Callable[..., Requests]):
@@ -271,12 +270,12 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
     for rank, endpoint in enumerate(requests.prefill.endpoints):
         writer = 1 - rank if what == "writer" else rank
         if kind == "failed":
-            endpoint._driver.send(
+            probe(endpoint).driver.send(
                 decode_name(requests),
                 messages.RoomFailed(room=room, generation=forged_generation, writer=writer, error="E", reason="forged"),
             )
         else:
-            endpoint._driver.send(
+            probe(endpoint).driver.send(
                 decode_name(requests),
                 messages.Drained(
                     endpoint=endpoint.transport.endpoint_name, room=room, generation=forged_generation, writer=writer
@@ -307,7 +306,7 @@ def test_a_rank_that_closes_after_a_write_failed_is_believed_once_what_was_sent_
     eventually("it is aborted", lambda: request.receivers[0].state.is_final)
     told_at = time.monotonic()
     for _ in range(2):
-        endpoint._driver.send(
+        probe(endpoint).driver.send(
             decode_name(requests), messages.Closed(endpoint=transport.endpoint_name, after_failure=True)
         )
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
@@ -320,8 +319,8 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
 ):
     """Where the decode rank was frozen it may have that in its sockets yet, and its staging memory is used again."""
     requests = pair(quarantine_s=0.8)
-    endpoint, driver = requests.prefill.endpoints[0], requests.decode.endpoints[0]._driver
-    endpoint._driver._context.broken_off.add(decode_name(requests))
+    endpoint, driver = requests.prefill.endpoints[0], probe(requests.decode.endpoints[0]).driver
+    probe(endpoint).context.broken_off.add(decode_name(requests))
     told_at = time.monotonic()
     requests.connect()
     assert time.monotonic() - told_at >= 0.6, "less by what counts at once"
@@ -329,10 +328,10 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
 
     waits: list[object] = []
     monkeypatch.setattr(driver.context.settling, "add", waits.append)
-    endpoint._driver.send(
+    probe(endpoint).driver.send(
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
-    endpoint._driver._give_up(decode_name(requests), PeerDisconnectedError("planted"))
+    probe(endpoint).driver._give_up(decode_name(requests), PeerDisconnectedError("planted"))
     eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(2)
     assert not waits, "it has waited for that write"
@@ -410,7 +409,7 @@ def test_whatever_comes_to_the_control_port_hurts_nobody(pair: Callable[..., Req
     request.wait()
     requests.check(request)
     assert requests.prefill.endpoints[0].is_healthy
-    assert len(requests.prefill.endpoints[0]._driver.ranks.peers()) == 1
+    assert len(probe(requests.prefill.endpoints[0]).peers) == 1
 
 
 def test_an_unexpected_error_over_one_message_costs_no_other(
@@ -419,14 +418,14 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
     requests = pair()
     requests.connect()
     endpoint = requests.prefill.endpoints[0]
-    open_room = endpoint._driver.rooms.take_open
+    open_room = probe(endpoint).rooms.take_open
 
     def trip(receiver: str, message: messages.OpenRoom) -> None:
         if message.room == 1:
             raise ZeroDivisionError
         open_room(receiver, message)
 
-    monkeypatch.setattr(endpoint._driver.rooms, "take_open", trip)
+    monkeypatch.setattr(probe(endpoint).rooms, "take_open", trip)
     both = [requests.new(room) for room in (1, 2)]
     for request in both:
         requests.open_decode(request)
@@ -439,7 +438,7 @@ def test_an_unexpected_error_over_one_message_costs_no_other(
 def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Requests]):
     requests = pair()
     requests.connect()
-    identity = requests.decode.endpoints[0]._driver.context.identity
+    identity = probe(requests.decode.endpoints[0]).context.identity
     attach = messages.Attach(
         endpoint="stranger",
         attempt=1,
@@ -534,9 +533,9 @@ def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Reque
     for room in range(20):
         endpoint.open(room).abort("never mind")
         eventually("it is over", lambda: endpoint.open_rooms == 0)
-    assert len(endpoint._driver.rooms.table._failed_alone) == 5, "no more than max_rooms are kept"
+    assert len(probe(endpoint).table._failed_alone) == 5, "no more than max_rooms are kept"
     keeper = endpoint.open(99)
-    eventually("they are forgotten", lambda: not endpoint._driver.rooms.table._failed_alone)
+    eventually("they are forgotten", lambda: not probe(endpoint).table._failed_alone)
     keeper.abort()
 
 
@@ -595,7 +594,7 @@ def test_a_connection_for_bytes_that_broke_is_made_anew_although_both_ranks_live
     for transfer in (*broken.senders, *broken.receivers):
         assert isinstance(transfer.error, TransferFailedError)
         assert transfer.wait_pages_reusable(WAIT_S)
-    driver = requests.decode.endpoints[0]._driver
+    driver = probe(requests.decode.endpoints[0]).driver
     eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(3)
     assert not transport.misused

@@ -14,6 +14,7 @@ from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, TransferState
 from kvferry.errors import ChunkError, KVFerryError
+from kvferry.testing.probe import probe
 
 PAGES = [0, 1, 2]
 
@@ -138,7 +139,7 @@ def test_a_connect_that_is_interrupted_anywhere_leaves_nobody_waiting(both: Both
         both.decode.connect(both.engine, timeout_s=WAIT_S)
 
     for _ in interruptions(connect):
-        links = both.decode._driver.rooms.links
+        links = probe(both.decode).links
         assert not links.are_awaited
     receiver = both.open_decode(1)
     both.send(1)

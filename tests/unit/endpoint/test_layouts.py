@@ -14,6 +14,7 @@ from kvferry import GroupPages, RankCoordinates, RankLayout, TokenPartition, Tok
 from kvferry.errors import IncompatiblePeerError, LayoutError, PageError, TransferFailedError, UsageError
 from kvferry.plan import Unit
 from kvferry.pools.places import first_needed, positions_of
+from kvferry.testing.probe import probe
 
 PLAIN = Model(layers=2, heads=2, head_dim=3, dtype="int16")
 WINDOWED = Model(layers=3, heads=2, head_dim=2, window_tokens=10, dtype="uint8")
@@ -628,7 +629,7 @@ def test_lists_of_single_tokens_are_made_once_and_only_when_needed(pair: Callabl
     for room in range(2, 6):
         requests.run_tokens(room, 16, prefix_tokens=3)
     assert made == ["", name] * 2
-    attachment = requests.prefill.endpoints[0]._driver.ranks.attachment(name)
+    attachment = probe(requests.prefill.endpoints[0]).ranks.attachment(name)
     assert attachment is not None
     assert set(attachment._prepared) == {Unit.WHOLE, Unit.TOKEN}
     assert sum(len(lists) for lists in transport._lists.values()) == 4

@@ -35,6 +35,7 @@ from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.links.link import LinkState
 from kvferry.protocol.transfer.events import ReceiverMessage
 from kvferry.protocol.wire import codec, field_types, messages
+from kvferry.testing.probe import probe
 
 S = TransferState
 
@@ -42,17 +43,16 @@ S = TransferState
 def nothing_left(requests: Requests) -> bool:
     """Whether no table of either side holds a room."""
     return all(
-        endpoint.open_rooms == 0 and len(endpoint._driver.rooms.table._pending) == 0
-        for endpoint in requests.prefill.endpoints
+        endpoint.open_rooms == 0 and len(probe(endpoint).pending) == 0 for endpoint in requests.prefill.endpoints
     ) and all(
-        endpoint.open_rooms == 0 and not endpoint._driver.rooms.open and not endpoint._driver.rooms.links.rooms_of
+        endpoint.open_rooms == 0 and not probe(endpoint).rooms.open and not probe(endpoint).links.rooms_of
         for endpoint in requests.decode.endpoints
     )
 
 
 def kept_pending(endpoint: PrefillEndpoint, room: int) -> list[messages.OpenRoom | messages.AbortRoom]:
     """The messages that a prefill rank keeps for a room."""
-    pending = endpoint._driver.rooms.table._pending.of(room)
+    pending = probe(endpoint).pending.of(room)
     return [message for kept in pending.values() for message in (kept.request, kept.abort) if message is not None]
 
 
@@ -520,9 +520,7 @@ def test_the_decode_side_may_reuse_a_number_while_the_prefill_side_still_ends_it
         requests.open_decode(second)
     third = requests.new(2)  # travels behind it on the same connection
     requests.open_decode(third)
-    eventually(
-        "the prefill side has read both", lambda: 2 in requests.prefill.endpoints[0]._driver.rooms.table._pending
-    )
+    eventually("the prefill side has read both", lambda: 2 in probe(requests.prefill.endpoints[0]).pending)
     go_on.set()
     first.senders[0].wait(WAIT_S)
     for request in (second, third):
@@ -539,10 +537,10 @@ def test_wishes_and_aborts_that_reach_a_room_at_its_very_end_are_kept_for_the_ne
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
-    room = endpoint._driver.rooms.table.rooms[1]
+    room = probe(endpoint).table.rooms[1]
     requests.submit(first)
     first.wait()
-    attachment = endpoint._driver.ranks.attachment(name)
+    attachment = probe(endpoint).ranks.attachment(name)
     assert attachment is not None
     for generation in (7, 8):
         nothing = GroupRequest("kv", held=0, start=0, stop=0, first_page=0, pages=PageNumbers())
@@ -635,7 +633,7 @@ def test_chunks_that_come_before_the_receivers_are_not_said_to_have_waited_for_t
     requests.open_prefill(request)
     requests.submit(request)
     threading.Event().wait(0.2)
-    came_at = requests.prefill.endpoints[0]._platform.now()
+    came_at = probe(requests.prefill.endpoints[0]).now
     requests.open_decode(request)
     request.wait()
     (write,) = request.senders[0].stats.writes
@@ -666,7 +664,7 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     requests.connect()
     endpoint, pool = requests.prefill.endpoints[0], requests.decode.pools[0]
     opens: list[tuple[str, bytes]] = []
-    receive = endpoint._driver._receive
+    receive = probe(endpoint).driver._receive
 
     def note(identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data)
@@ -675,19 +673,19 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
             opens.append((identity, data))
         receive(identity, data, now)
 
-    monkeypatch.setattr(endpoint._driver, "_receive", note)
+    monkeypatch.setattr(probe(endpoint).driver, "_receive", note)
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
     requests.submit(first)
     first.wait()
     ((identity, message),) = opens
-    endpoint._driver.rooms.table._over.clear()  # as after so many other rooms: it is the channel that must notice
+    probe(endpoint).table._over.clear()  # as after so many other rooms: it is the channel that must notice
     pool.wipe_pages(first.destination_pages[0])
     second = requests.new(1)
     requests.open_prefill(second)
     requests.submit(second)
-    endpoint._driver._receive_one(identity, message, endpoint._platform.now())
+    probe(endpoint).driver._receive_one(identity, message, probe(endpoint).now)
     with pytest.raises(TransferTimeoutError, match="opened it within"):
         second.senders[0].wait(WAIT_S)
     assert pool.touched_bytes(first.destination_pages[0]) == 0
@@ -700,9 +698,9 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     """It is said when nothing needs the old one any more, and a link may have been begun by then."""
     requests = pair()
     requests.run(1)
-    driver, endpoint = requests.decode.endpoints[0]._driver, requests.prefill.endpoints[0]
+    driver, endpoint = probe(requests.decode.endpoints[0]).driver, requests.prefill.endpoints[0]
     ((address, line),) = driver.rooms.links.connections.lines.items()
-    (peer,) = endpoint._driver.ranks.peers()
+    (peer,) = probe(endpoint).peers
     said: list[field_types.Message] = []
     monkeypatch.setattr(line.connection, "send", lambda data: said.append(codec.decode_to_prefill(data)))
     closed = threading.Event()
@@ -721,7 +719,7 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
     """Nobody asks for that engine any more; what is left of the old ring would stay on both sides for ever."""
     requests = pair(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25, heartbeat_interval_s=0.1)
     requests.run(1)
-    driver = requests.decode.endpoints[0]._driver
+    driver = probe(requests.decode.endpoints[0]).driver
     (lost,) = driver.rooms.links.current
     driver.context.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
     eventually("it was lost", lambda: lost not in driver.rooms.links.current)
@@ -736,10 +734,12 @@ def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     """A closed decode rank misses no answer to a heartbeat or close message; what has a number is sent again."""
     endpoint = pair().prefill.endpoints[0]
     name = endpoint.transport.endpoint_name
-    endpoint._driver.send("whoever left", messages.Pong(endpoint=name, attached=True))
-    endpoint._driver.send("whoever left", messages.Closed(endpoint=name))
-    endpoint._driver.send("whoever left", messages.RoomFailed(room=1, generation=1, writer=0, error="", reason=""))
-    endpoint._driver.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
+    probe(endpoint).driver.send("whoever left", messages.Pong(endpoint=name, attached=True))
+    probe(endpoint).driver.send("whoever left", messages.Closed(endpoint=name))
+    probe(endpoint).driver.send(
+        "whoever left", messages.RoomFailed(room=1, generation=1, writer=0, error="", reason="")
+    )
+    probe(endpoint).driver.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]
 

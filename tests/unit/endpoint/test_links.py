@@ -40,6 +40,7 @@ from kvferry.errors import (
 )
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
+from kvferry.testing.probe import probe
 from kvferry.transport.registered import RegisteredMemory
 
 
@@ -53,15 +54,15 @@ QUICK = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.0}
 def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
     """Stops a prefill rank's control thread, as if the process hung, until the event is set."""
     endpoint, go_on, stopped = engine.endpoints[rank], threading.Event(), threading.Event()
-    receive = endpoint._driver._channel.receive
+    receive = probe(endpoint).driver._channel.receive
 
     def frozen() -> Any:
         stopped.set()
         go_on.wait(60)
         return receive()
 
-    endpoint._driver._channel.receive = frozen  # type: ignore[method-assign]
-    endpoint._driver.wake()
+    probe(endpoint).driver._channel.receive = frozen  # type: ignore[method-assign]
+    probe(endpoint).driver.wake()
     assert stopped.wait(WAIT_S)
     return go_on
 
@@ -99,7 +100,7 @@ def test_who_begins_to_connect_hears_when_it_is_done_and_why_it_failed(engines: 
     both.prefill(Model(), name=name)
     decode.connecting(name).result(WAIT_S)
     decode.connecting(name).result(WAIT_S)
-    assert not decode._driver.rooms.links.are_awaited
+    assert not probe(decode).links.are_awaited
     decode.close()
     with pytest.raises(EndpointClosedError):
         decode.connecting(name)
@@ -111,7 +112,7 @@ def test_an_engine_that_has_ended_is_not_waited_for_and_its_registry_hears_of_it
     both, name = engines(), new_engine_name("prefill")
     prefill, decode = both.prefill(Model(), name=name).endpoints[0], both.decode(Model()).endpoints[0]
     decode.connecting(name).result(WAIT_S)
-    registry, lost = decode._registry_client, list[str]()
+    registry, lost = probe(decode).registry, list[str]()
     monkeypatch.setattr(registry, "lost", lost.append)
     prefill.close()
     eventually("its registry hears of it", lambda: lost == [name])
@@ -190,7 +191,7 @@ def test_a_link_for_which_there_are_not_enough_descriptors_fails_and_the_next_is
     monkeypatch.setattr(zmq.Socket, "get_monitor_socket", lacks_one)
     with pytest.raises(PeerDisconnectedError, match=r"Too many open files.*ulimit -n"):
         requests.connect()
-    links = requests.decode.endpoints[0]._driver.rooms.links
+    links = probe(requests.decode.endpoints[0]).links
     eventually("nothing is left of it", lambda: not (links.current or links.retired or links.connections.lines))
     assert asked[1].closed
     requests.run(1)
@@ -221,7 +222,7 @@ def test_whoever_waits_in_vain_leaves_nothing_behind(engines: Callable[..., Engi
     for _ in range(10):
         with pytest.raises(TransferTimeoutError, match="'nowhere' was not connected"):
             decode.connect("nowhere", timeout_s=0.01)
-    links = decode._driver.rooms.links
+    links = probe(decode).links
     assert not links.are_awaited
     assert len(links.current) == 1, "the link is still looked for"
 
@@ -283,7 +284,7 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
-    driver = requests.prefill.endpoints[0]._driver
+    driver = probe(requests.prefill.endpoints[0]).driver
     driver._welcome = msgspec.structs.replace(driver._welcome, transport="carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
@@ -307,11 +308,11 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
     requests = pair()
     other = TokenShare(interleaved(2), 1)
     if side == "prefill":
-        driver = requests.prefill.endpoints[0]._driver
+        driver = probe(requests.prefill.endpoints[0]).driver
         layout = msgspec.structs.replace(driver._welcome.layout, tokens=other)
         driver._welcome = msgspec.structs.replace(driver._welcome, layout=layout)
     else:
-        identity = requests.decode.endpoints[0]._driver.context.identity
+        identity = probe(requests.decode.endpoints[0]).context.identity
         object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
     with pytest.raises(LayoutError, match="part 1 of 2 parts of every request's tokens, but the rank has cp_rank 0 of"):
         requests.connect()
@@ -411,7 +412,7 @@ def test_a_slow_rank_does_not_cost_the_others_their_connection(engines: Callable
     requests.connect()
     for room in range(5):
         requests.run(room)
-    assert len(decode.endpoints[0]._driver.rooms.links.current) == 1
+    assert len(probe(decode.endpoints[0]).links.current) == 1
 
 
 def test_a_silent_prefill_rank_fails_its_rooms_and_is_named(engines: Callable[..., Engines]):
@@ -442,7 +443,7 @@ def test_a_silent_decode_rank_fails_its_rooms_and_no_others(engines: Callable[..
         requests.open_decode(each)
         requests.open_prefill(each)
     eventually("both are open", lambda: request.senders[0].state is other.senders[0].state is not None)
-    driver = dying.decode.endpoints[0]._driver
+    driver = probe(dying.decode.endpoints[0]).driver
     stop, turn = threading.Event(), driver.turn
     driver.turn = lambda **named: stop.wait(60) and turn(**named)  # type: ignore[method-assign]
     for sender in request.senders:
@@ -495,19 +496,19 @@ def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable
             decode,
         )
         again.run(3)
-        link = next(iter(decode.endpoints[0]._driver.rooms.links.current))
+        link = next(iter(probe(decode.endpoints[0]).links.current))
         until = time.monotonic() + 3.0  # longer than a peer may be silent
         room = 4
         while time.monotonic() < until:
             again.run(room)
             room += 1
-        assert next(iter(decode.endpoints[0]._driver.rooms.links.current)) is link, "the connection never broke"
+        assert next(iter(probe(decode.endpoints[0]).links.current)) is link, "the connection never broke"
         assert not request.receivers[0].pages_reusable
         assert decode.endpoints[0].open_rooms == 1
     finally:
         go_on.set()
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
-    eventually("no link is left over", lambda: not decode.endpoints[0]._driver.rooms.links.retired)
+    eventually("no link is left over", lambda: not probe(decode.endpoints[0]).links.retired)
     again.run(2)
 
 
@@ -518,10 +519,10 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     requests.run(1)
     (prefill,) = requests.prefill.endpoints
-    (peer,) = prefill._driver.ranks.peers()
+    (peer,) = probe(prefill).peers
     assert peer.attachment is not None
-    prefill._driver._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
-    eventually("it was given up", lambda: not prefill._driver.ranks.peers())
+    probe(prefill).driver._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
+    eventually("it was given up", lambda: not probe(prefill).peers)
     lost = requests.new(2)
     requests.open_decode(lost)
     with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
@@ -544,25 +545,25 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
     """As soon as that is known, and not by its deadline: its pages are needed."""
     both = engines(heartbeat_interval_s=0.1)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
-    (prefill,), driver = requests.prefill.endpoints, requests.decode.endpoints[0]._driver
+    (prefill,), driver = requests.prefill.endpoints, probe(requests.decode.endpoints[0]).driver
     early, error = requests.new(2), PeerDisconnectedError("the test wants it so")
     requests.open_decode(early)
-    eventually("it waits for the prefill side", lambda: len(prefill._driver.rooms.table._pending))
+    eventually("it waits for the prefill side", lambda: len(probe(prefill).pending))
     if how == "aborts it and is lost":
         early.receivers[0].abort("the client left")
         assert early.receivers[0].wait_pages_reusable(WAIT_S)
     if how == "connects anew":  # its queues were full: it could take nothing back
-        monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda receiver, message, is_unopened: None)
+        monkeypatch.setattr(probe(prefill).rooms, "take_abort", lambda receiver, message, is_unopened: None)
         (link,) = driver.rooms.links.current
         driver.context.submit(lambda now: driver.rooms.links.fail(link, error, now))
         eventually("it was given up", lambda: not driver.rooms.links.current)
         requests.connect()
-        eventually("it has given it up", lambda: not len(prefill._driver.rooms.table._pending))
+        eventually("it has given it up", lambda: not len(probe(prefill).pending))
     else:
-        (peer,) = prefill._driver.ranks.peers()
+        (peer,) = probe(prefill).peers
         assert peer.attachment is not None
-        prefill._driver._write_failed(peer.attachment, error)
-        eventually("it was given up", lambda: peer not in prefill._driver.ranks.peers())
+        probe(prefill).driver._write_failed(peer.attachment, error)
+        eventually("it was given up", lambda: peer not in probe(prefill).peers)
     if not comes_late:
         requests.open_prefill(early)
     with pytest.raises((TransferAbortedError, TransferFailedError)):
@@ -578,8 +579,8 @@ def test_a_room_that_both_sides_have_open_ends_when_its_decode_rank_connects_ane
 ):
     """Its aborts may all be lost, and it repeats them only for a while."""
     requests = pair()
-    (prefill,), links = requests.prefill.endpoints, requests.decode.endpoints[0]._driver.rooms.links
-    monkeypatch.setattr(prefill._driver.rooms, "take_abort", lambda *_, **__: None)
+    (prefill,), links = requests.prefill.endpoints, probe(requests.decode.endpoints[0]).links
+    monkeypatch.setattr(probe(prefill).rooms, "take_abort", lambda *_, **__: None)
     request, error = requests.new(1), PeerDisconnectedError("the test wants it so")
     requests.open_decode(request)
     requests.open_prefill(request)
@@ -599,7 +600,7 @@ def test_a_connection_is_not_undone_while_a_write_uses_it(engines: Callable[...,
     transport = requests.prefill.transports[0]
     requests.connect()
     request = requests.begin_held()
-    driver = requests.decode.endpoints[0]._driver
+    driver = probe(requests.decode.endpoints[0]).driver
     stop, turn = threading.Event(), driver.turn
     driver.turn = lambda **named: stop.wait(60) and turn(**named)  # type: ignore[method-assign]
     with pytest.raises(TransferFailedError, match="silent for"):
@@ -636,7 +637,7 @@ def test_a_prefill_engine_that_closes_says_so(engines: Callable[..., Engines]):
     requests.open_decode(pending)
     requests.open_prefill(opened)
     for endpoint in prefill.endpoints:
-        eventually("the second room waits", lambda endpoint: len(endpoint._driver.rooms.table._pending) == 1, endpoint)
+        eventually("the second room waits", lambda endpoint: len(probe(endpoint).pending) == 1, endpoint)
     for endpoint in prefill.endpoints:
         endpoint.close()
     for receiver in (*opened.receivers, *pending.receivers):
@@ -679,7 +680,7 @@ def test_a_restarted_engine_is_found_although_the_registry_still_knew_the_old_on
         receiver = decode.endpoints[0].open(1, np.arange(3), engine=name)
         eventually(
             "it greets the dead rank",
-            lambda: any(link.state.name == "GREETING" for link in decode.endpoints[0]._driver.rooms.links.current),
+            lambda: any(link.state.name == "GREETING" for link in probe(decode.endpoints[0]).links.current),
         )
         prefill = both.prefill(Model(), name=name)
         prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
@@ -698,11 +699,11 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
 
         first = both.prefill(Model(), name=name)
         first.transports[0].on_prepare = prepare
-        proxy.target = first.endpoints[0]._driver.port
+        proxy.target = probe(first.endpoints[0]).port
         receiver = both.decode(Model()).endpoints[0].open(1, np.arange(3), engine=name)
         assert prepares.wait(WAIT_S)
         second = both.prefill(Model(), name=name)
-        proxy.target = second.endpoints[0]._driver.port
+        proxy.target = probe(second.endpoints[0]).port
         proxy.cut()
         proxy.heal()
         second.endpoints[0].open(1).submit(np.arange(3), last=True)

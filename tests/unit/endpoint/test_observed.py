@@ -22,6 +22,7 @@ from kvferry.errors import QueueFullError, RoomExistsError, SettingsError
 from kvferry.observe.metrics import MOST_NAMED_PEERS, PHASES, WAYS, Metrics
 from kvferry.observe.records import Outcome
 from kvferry.observe.status import MOST_ROOMS, EndpointStatus, PeerStatus, Side
+from kvferry.testing.probe import probe
 
 KIB = 1 / 1024  # of a MiB
 ATTENTION = Model(layers=4, heads=4)
@@ -169,7 +170,7 @@ def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     requests.connect()
     eventually("both are heard", lambda: not status_of(prefill).silent_peers)
-    decode._driver._next_ping_at = float("inf")  # as if it had stopped
+    probe(decode).driver._next_ping_at = float("inf")  # as if it had stopped
     name = decode.transport.endpoint_name
     eventually("it is noticed", lambda: [peer.name for peer in status_of(prefill).silent_peers] == [name])
     assert metrics_of(prefill)["peer_silent_seconds", name] > 0.8
@@ -180,7 +181,7 @@ def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest
 
     eventually("the log names it", lambda: any(f"decode rank {name} has been silent for" in each for each in lines()))
     assert len([each for each in lines() if "silent" in each]) == 1, "once"
-    decode._driver._next_ping_at = 0.0
+    probe(decode).driver._next_ping_at = 0.0
     eventually("it is back", lambda: not status_of(prefill).silent_peers)
 
 
@@ -188,7 +189,7 @@ def test_health_says_what_is_wrong(engines: Callable[..., Engines]):
     both = engines(observe_port=0)
     decode = both.decode(ATTENTION).endpoints[0]
     assert httpx.get(f"{decode.observe_url}/health").status_code == 200
-    decode._driver._is_stopping.set()
+    probe(decode).driver._is_stopping.set()
     eventually("a thread has ended", lambda: not decode.is_healthy)
     assert httpx.get(f"{decode.observe_url}/health").status_code == 503
     assert metrics_of(decode)["healthy",] == 0

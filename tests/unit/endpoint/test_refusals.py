@@ -22,6 +22,7 @@ from kvferry.errors import (
 from kvferry.plan.requests.demands import GroupRequest
 from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.wire import messages
+from kvferry.testing.probe import probe
 
 SOON_S = 2.0
 """By when both sides have ended; alone, a side waits for its deadline of 60 s."""
@@ -50,13 +51,11 @@ def wait_told(*endpoints: DecodeEndpoint) -> None:
         def take(_: float, taken: threading.Event = is_taken) -> None:
             taken.set()
 
-        each._driver.context.submit(take)  # behind what was queued before
+        probe(each).context.submit(take)  # behind what was queued before
         assert is_taken.wait(WAIT_S)
     eventually(
         "all was told",
-        lambda: (
-            not any(each._driver.rooms.refusals._refusals or each._driver.rooms.links.retired for each in endpoints)
-        ),
+        lambda: not any(probe(each).rooms.refusals._refusals or probe(each).links.retired for each in endpoints),
     )
 
 
@@ -99,7 +98,7 @@ def test_a_room_that_the_decode_caller_gives_up_while_it_connects_ends_there_too
     decode = both.decode(Model()).endpoints[0]
     senders = open_all(prefill, 1)
     receiver = decode.open(1, [0], engine=name)
-    eventually("the engine was looked up", lambda: any(link.problem for link in decode._driver.rooms.links.current))
+    eventually("the engine was looked up", lambda: any(link.problem for link in probe(decode).links.current))
     receiver.abort("the client went away")
     assert_ended_soon(senders, "decode rank 0 of .* refused it: .*the client went away")
     late = both.prefill(Model(), Shape(tp=2), name=name, ranks=[0])
@@ -149,7 +148,7 @@ def test_a_refusal_is_kept_no_longer_than_an_open_request_is(pair: Callable[...,
     decode = requests.decode.endpoints[0]
     decode.refuse(1, "no memory", engine=requests.prefill.name)
     wait_told(decode)
-    table = requests.prefill.endpoints[0]._driver.rooms.table
+    table = probe(requests.prefill.endpoints[0]).table
     assert len(table._refusals) == 1
     eventually("it was forgotten", lambda: not len(table._refusals))
     requests.run(1)
@@ -222,7 +221,7 @@ def test_a_room_that_all_have_opened_is_refused_by_nobody(pair: Callable[..., Re
         generation=7,
         reason="late",
     )
-    prefill._driver.rooms.refused("a stale start of the decode rank", refusal)
+    probe(prefill).rooms.refused("a stale start of the decode rank", refusal)
     requests.submit(request)
     request.wait()
 
@@ -235,9 +234,9 @@ def test_an_open_request_that_cannot_be_met_ends_the_room_on_both_sides(pair: Ca
     opened = messages.OpenRoom(room=1, generation=7, receivers=1, tokens=None, groups=(impossible,))
     name = decode.transport.endpoint_name
     senders = open_all(requests.prefill, 1)
-    prefill._driver.rooms.take_open(name, opened)
+    probe(prefill).rooms.take_open(name, opened)
     assert_ended_soon(senders, "decode rank 0 of .* refused it: .*nowhere")
-    prefill._driver.rooms.take_open(name, opened)  # the same again
+    probe(prefill).rooms.take_open(name, opened)  # the same again
     requests.run(1)
 
 
@@ -254,9 +253,9 @@ def test_a_refusal_that_comes_twice_counts_once(pair: Callable[..., Requests]):
         reason="no memory",
     )
     name = decode.transport.endpoint_name
-    prefill._driver.rooms.refused(name, refusal)
+    probe(prefill).rooms.refused(name, refusal)
     assert_ended_soon(open_all(requests.prefill, 1), "no memory")
-    prefill._driver.rooms.refused(name, refusal)
+    probe(prefill).rooms.refused(name, refusal)
     requests.run(1)
 
 
@@ -271,7 +270,7 @@ def test_a_refusal_for_an_earlier_start_of_the_rank_ends_nothing(pair: Callable[
         generation=7,
         reason="no memory",
     )
-    prefill._driver.rooms.refused("d0", refusal)
+    probe(prefill).rooms.refused("d0", refusal)
     requests.run(1)
 
 
@@ -285,7 +284,7 @@ def test_a_prefill_rank_that_cannot_open_a_room_ends_it_on_the_other_side(pair: 
     receivers = []
     if first == "room":
         receivers.append(decode.open(1, [0], engine=requests.prefill.name))
-        eventually("it was asked for", lambda: len(prefill._driver.rooms.table._pending) == 1)
+        eventually("it was asked for", lambda: len(probe(prefill).pending) == 1)
     prefill.refuse(1, "the request was given up before it was computed")
     if first == "refusal":
         receivers.append(decode.open(1, [0], engine=requests.prefill.name))

@@ -19,6 +19,7 @@ from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import IncompatiblePeerError, TransferFailedError
 from kvferry.protocol.wire import codec
 from kvferry.protocol.wire.versions import SPOKEN, Versions
+from kvferry.testing.probe import probe
 
 NEXT = Versions(SPOKEN.oldest, SPOKEN.newest + 1)
 
@@ -108,13 +109,13 @@ def test_a_message_of_a_type_that_a_decode_rank_does_not_know_leaves_the_link_as
     requests = Requests(both.prefill(model), both.decode(model))
     requests.connect()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    link = decode._driver.rooms.links.current[0]
+    link = probe(decode).links.current[0]
     body = msgspec.msgpack.encode(RoomApplauded(room=7))
-    channel = prefill._driver.ranks.channels._to(decode.transport.endpoint_name)
+    channel = probe(prefill).ranks.channels._to(decode.transport.endpoint_name)
     with caplog.at_level(logging.WARNING):
-        prefill._driver.send(decode.transport.endpoint_name, RoomApplauded(room=7))  # type: ignore[arg-type]
+        probe(prefill).driver.send(decode.transport.endpoint_name, RoomApplauded(room=7))  # type: ignore[arg-type]
         for numbered in channel.send(msgspec.Raw(body)):
-            prefill._driver.send(decode.transport.endpoint_name, numbered)
+            probe(prefill).driver.send(decode.transport.endpoint_name, numbered)
         eventually("both came", lambda: caplog.text.count("'RoomApplauded', which kvferry") == 2)
-    assert decode._driver.rooms.links.current == (link,)
+    assert probe(decode).links.current == (link,)
     requests.run(1)

@@ -17,6 +17,7 @@ from kvferry.applications.up.supervision import free_ports
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import EndpointDrainingError, PeerDisconnectedError, TransferAbortedError, TransferFailedError
 from kvferry.testing import LocalNetwork
+from kvferry.testing.probe import probe
 
 LEASE_S = 1.0
 WHY = r"rank 0 of engine .{0}. .* was replaced by a newer start at {1} .*end this one, or .* different names"
@@ -118,11 +119,11 @@ def test_a_decode_rank_that_finds_a_replaced_rank_is_refused_with_the_reason(sce
     its = scene()
     older = its.prefill()
     newer = its.prefill()
-    eventually("the older knows", lambda: older._driver.rooms.replaced)
-    stale = older._registration._rank
+    eventually("the older knows", lambda: probe(older).rooms.replaced)
+    stale = probe(older).registration._rank
     assert stale is not None
-    view = its.decode._registry_client.engine(its.engine)
-    its.decode._registry_client.engine = lambda name: type(view)(  # type: ignore[method-assign]
+    view = probe(its.decode).registry.engine(its.engine)
+    probe(its.decode).registry.engine = lambda name: type(view)(  # type: ignore[method-assign]
         engine=name, registrations=(stale,), world_size=1, complete=True
     )
     with pytest.raises(PeerDisconnectedError, match=its.why(newer)):
@@ -132,11 +133,11 @@ def test_a_decode_rank_that_finds_a_replaced_rank_is_refused_with_the_reason(sce
 def test_a_replaced_rank_serves_again_once_the_newer_one_has_left(scene: Callable[..., Scene]):
     its = scene()
     older, newer = its.prefill(), its.prefill()
-    eventually("the older knows", lambda: older._driver.rooms.replaced)
+    eventually("the older knows", lambda: probe(older).rooms.replaced)
     its.run(newer)
     newer.close()
     assert older.wait_registered(WAIT_S)
-    eventually("it serves", lambda: not older._driver.rooms.replaced)
+    eventually("it serves", lambda: not probe(older).rooms.replaced)
     its.run(older)
     assert older.not_ready == ""
 
@@ -148,7 +149,7 @@ def test_what_is_open_on_a_rank_that_drains_goes_on_when_its_successor_registers
     older.drain()
     its.prefill()
     eventually("the older knows", lambda: "was replaced" in str(older.registry_error))
-    older._driver.wake()
+    probe(older).driver.wake()
     its.finish(sender, receiver)
     eventually("it has drained", lambda: older.is_drained)
 
@@ -161,12 +162,12 @@ def test_a_registry_that_forgets_costs_a_rank_nothing_and_brings_no_replaced_one
         its = scene(registry.url)
         older = its.prefill()
         newer = its.prefill()
-        eventually("the older knows", lambda: older._driver.rooms.replaced)
+        eventually("the older knows", lambda: probe(older).rooms.replaced)
         sender, receiver = its.opened(newer)
-    eventually("the lease has run out", lambda: not newer._registration.is_registered)
+    eventually("the lease has run out", lambda: not probe(newer).registration.is_registered)
     with RegistryServer(port=port, lease_s=LEASE_S):
         assert newer.wait_registered(WAIT_S)
         eventually("the older was refused", lambda: "was replaced" in str(older.registry_error))
-        assert not newer._driver.rooms.replaced
+        assert not probe(newer).rooms.replaced
         its.finish(sender, receiver)
         its.run(newer)

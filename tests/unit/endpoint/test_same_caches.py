@@ -20,6 +20,7 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.settings import Settings
+from kvferry.testing.probe import probe
 
 E4M3 = {"weights": "3f9a", "cache_dtype": "float8_e4m3fn"}
 E5M2 = {"weights": "3f9a", "cache_dtype": "float8_e5m2"}
@@ -169,9 +170,7 @@ def test_a_request_with_another_adapter_is_refused_on_every_rank_of_both_sides(
     mine, theirs = {**PROMPT, "LoRA adapter": b"a"}, {**PROMPT, "LoRA adapter": b"b"}
     if is_decode_first:
         requests.open_decode(request, depends_on=[theirs, theirs])
-        eventually(
-            "both wait", lambda: all(len(each._driver.rooms.table._pending) for each in requests.prefill.endpoints)
-        )
+        eventually("both wait", lambda: all(len(probe(each).pending) for each in requests.prefill.endpoints))
     requests.open_prefill(request, depends_on=mine)
     requests.submit(request)
     if not is_decode_first:

@@ -18,6 +18,7 @@ from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import PeerDisconnectedError, PeerError, RegistryAccessError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.wire import codec, messages
+from kvferry.testing.probe import probe
 
 SECRET = "the secret of these tests"
 OTHER = "another secret than that"
@@ -94,7 +95,7 @@ def test_where_the_registry_lets_everyone_in_the_channel_does_not(registry_url: 
                 request.receivers[0].wait(SHORT_S + WAIT_S)
             assert "KVFERRY_SECRET_FILE" in str(caught.value)
             assert connects.names == []
-            assert len(prefill.endpoints[0]._driver.ranks) == 0
+            assert len(probe(prefill.endpoints[0]).ranks) == 0
         Requests(prefill, engines.decode(Model())).run(1)
 
 
@@ -104,7 +105,7 @@ def test_a_decode_rank_with_a_secret_gives_nothing_to_a_prefill_rank_without(reg
         requests = Requests(prefill, engines.decode(Model(), secret=SECRET))
         with pytest.raises(PeerDisconnectedError, match="both need the same"):
             requests.connect()
-        assert len(prefill.endpoints[0]._driver.ranks) == 0
+        assert len(probe(prefill.endpoints[0]).ranks) == 0
 
 
 @contextmanager
@@ -150,11 +151,11 @@ def test_an_attach_of_a_stranger_never_reaches_the_transport(closed_registry: st
                 socket.send(codec.encode(messages.Ping()), zmq.NOBLOCK)
             assert not socket.poll(1000), "not even an answer"
         assert connects.names == []
-        assert len(endpoint._driver.ranks) == 0
+        assert len(probe(endpoint).ranks) == 0
         with connected(endpoint.control_address, name, Credentials.derived_from(SECRET)) as socket:
             socket.send(attach_of(requests, name))
             assert socket.poll(int(WAIT_S * 1000)), "the same from a friend is heard"
-        assert len(endpoint._driver.ranks) == 1
+        assert len(probe(endpoint).ranks) == 1
 
 
 def test_metadata_of_somebody_else_is_refused(registry_url: str):
@@ -180,7 +181,7 @@ def test_only_so_many_decode_ranks_are_connected(registry_url: str):
             decodes[2].connect()
         decodes[0].run(1)
         decodes[1].decode.endpoints[0].close()
-        eventually("there is room", lambda: len(prefill.endpoints[0]._driver.ranks) == 1)
+        eventually("there is room", lambda: len(probe(prefill.endpoints[0]).ranks) == 1)
         decodes[2].run(2)
 
 
@@ -194,7 +195,7 @@ def test_no_secret_in_any_log_or_error(caplog: pytest.LogCaptureFixture, closed_
         with pytest.raises(RegistryAccessError) as caught:
             strangers.connect()
         shown += [caught.value, caught.getrepr(), requests.prefill.endpoints[0].settings]
-        driver = strangers.decode.endpoints[0]._driver
+        driver = probe(strangers.decode.endpoints[0]).driver
         shown += [requests.decode.endpoints[0].__dict__, driver.__dict__, driver.rooms.links.__dict__]
     text = caplog.text + "".join(map(repr, shown))
     for secret in (SECRET, OTHER):

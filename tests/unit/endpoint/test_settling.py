@@ -19,6 +19,7 @@ from kvferry.endpoint.runtime.workers import Worker
 from kvferry.endpoint.runtime.writes import Settling
 from kvferry.errors import TransportError
 from kvferry.protocol.wire.messages import Attached
+from kvferry.testing.probe import probe
 from kvferry.transport import TransferHandle
 
 SETTLE_S = 0.2
@@ -153,8 +154,8 @@ def test_a_write_whose_post_raises_may_arrive_and_be_read_unless_the_transport_p
 
 def test_a_rank_that_attaches_waits_for_its_last_failed_write_and_for_no_earlier_one(pair: Callable[..., Requests]):
     requests = pair(quarantine_s=0.3)
-    context = requests.decode.endpoints[0]._driver.context
-    quarantine = requests.decode.endpoints[0]._driver.rooms.links.quarantine
+    context = probe(requests.decode.endpoints[0]).context
+    quarantine = probe(requests.decode.endpoints[0]).links.quarantine
     attached = Attached(endpoint="p0", attempt=1, only_staged=False, last_failure=1)
     another = structs.replace(attached, attempt=2, last_failure=2)
     assert quarantine.has_settled(structs.replace(attached, last_failure=0))

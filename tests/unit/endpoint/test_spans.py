@@ -18,6 +18,7 @@ from tests.support.waiting import eventually
 
 from kvferry.errors import ConfigurationError
 from kvferry.observe import spans as spans_module
+from kvferry.testing.probe import probe
 
 
 @pytest.fixture
@@ -91,14 +92,14 @@ def test_nothing_is_left_of_rooms_that_are_over(
     for room in range(5):
         requests.run(room)
     for endpoint in (requests.prefill.endpoints[0], requests.decode.endpoints[0]):
-        (observer,) = [each.__self__ for each in endpoint._telemetry.observer._requested]  # type: ignore[attr-defined]
+        (observer,) = [each.__self__ for each in probe(endpoint).telemetry.observer._requested]  # type: ignore[attr-defined]
         assert isinstance(observer, spans_module.Spans)
         eventually("none is kept", lambda at=observer: not at._receiving and not at._sending)
 
 
 def test_nothing_travels_unless_it_is_asked_for(pair: Callable[..., Requests]):
     requests = pair(Model())
-    assert requests.decode.endpoints[0]._telemetry.observer.begin_receiving(1) == ""
+    assert probe(requests.decode.endpoints[0]).telemetry.observer.begin_receiving(1) == ""
 
 
 def test_what_is_missing_is_named(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):

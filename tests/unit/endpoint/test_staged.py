@@ -25,6 +25,7 @@ from kvferry.errors import (
 )
 from kvferry.plan import PathCosts, TransferPath, Unit
 from kvferry.staging import Kernels, resources
+from kvferry.testing.probe import probe
 
 pytest.importorskip("torch")
 
@@ -47,7 +48,7 @@ def rings_of(requests: Requests) -> list[Any]:
     return [
         peer.attachment.paths.staged.peer.ring
         for endpoint in requests.prefill.endpoints
-        for peer in endpoint._driver.ranks.peers()
+        for peer in probe(endpoint).peers
         if peer.attachment is not None and peer.attachment.paths.staged is not None
     ]
 
@@ -57,7 +58,7 @@ def all_rings_are_free(requests: Requests) -> bool:
 
 
 def decode_kernels(requests: Requests) -> Kernels:
-    kernels = requests.decode.endpoints[0]._driver.context.staging.kernels
+    kernels = probe(requests.decode.endpoints[0]).context.staging.kernels
     assert kernels is not None
     return kernels
 
@@ -284,7 +285,7 @@ def test_only_threads_of_their_own_gather(pair: Callable[..., Requests], monkeyp
     requests.connect()
     names = set()
     for endpoint in requests.prefill.endpoints:
-        for peer in endpoint._driver.ranks.peers():
+        for peer in probe(endpoint).peers:
             assert peer.attachment is not None
             assert peer.attachment.paths.staged is not None
             kernels = peer.attachment.paths.staged.kernels
@@ -306,7 +307,7 @@ def test_only_threads_of_their_own_gather(pair: Callable[..., Requests], monkeyp
 def test_auto_measures_the_machine_and_says_why_it_chose(pair: Callable[..., Requests]):
     requests = pair(SMALL_RUNS, Shape(tp=2, pages=256), Shape(pages=256), path="auto")
     (write,) = requests.run(1, 100).senders[0].stats.writes
-    attachment = requests.prefill.endpoints[0]._driver.ranks.peers()[0].attachment
+    attachment = probe(requests.prefill.endpoints[0]).peers[0].attachment
     assert attachment is not None
     assert attachment.paths.staged is not None
     costs = attachment.paths.staged.costs
@@ -337,7 +338,7 @@ def test_a_pool_with_too_many_descriptors_is_served_through_staging_memory(
     assert paths_of(request) == {TransferPath.STAGED}
     assert "runs a page of the source" in caplog.text
     assert "can only go through staging memory" in caplog.text
-    links = requests.decode.endpoints[0]._driver.rooms.links.current
+    links = probe(requests.decode.endpoints[0]).links.current
     assert [rank.only_staged for link in links for rank in link._ranks.values()] == [True, True]
 
 
@@ -347,7 +348,7 @@ def test_only_parts_of_pages_are_where_single_tokens_are_too_many(
     monkeypatch.setattr(Calibration, "costs", lambda *arguments, **named: PathCosts(seconds_per_descriptor=1e-12))
     first = pair(ATTENTION, Shape(), Shape(), path="auto")
     first.run(1)
-    attachment = first.prefill.endpoints[0]._driver.ranks.peers()[0].attachment
+    attachment = probe(first.prefill.endpoints[0]).peers[0].attachment
     assert attachment is not None
     whole = attachment.prepare(Unit.WHOLE)
     monkeypatch.setattr("kvferry.plan.descriptors._MOST_DESCRIPTORS", max(whole.local.count, whole.remote.count))

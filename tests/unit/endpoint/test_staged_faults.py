@@ -13,6 +13,7 @@ from tests.support.waiting import eventually
 
 from kvferry.errors import IncompatiblePeerError, RegistrationError
 from kvferry.protocol.wire import messages
+from kvferry.testing.probe import probe
 
 
 def test_a_prefill_rank_that_gets_no_more_memory_goes_on_with_what_it_has(
@@ -39,7 +40,7 @@ def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(
     """The second asks while the first one's is being registered."""
     sizes = {"staging_ring_mib": 1, "staging_chunk_mib": 1, "staging_memory_mib": 3}  # one, one to measure, one more
     prefill = engines(path="staged", **sizes).prefill(Model(layers=4, heads=4))
-    staging, transport = prefill.endpoints[0]._driver.ranks._context.staging, prefill.transports[0]
+    staging, transport = probe(prefill.endpoints[0]).context.staging, prefill.transports[0]
     second: list[Any] = []
 
     def ask_again() -> None:
@@ -59,7 +60,7 @@ def test_a_prefill_rank_that_refuses_again_and_again_takes_no_more_memory(engine
         with pytest.raises(IncompatiblePeerError, match="path"):
             Requests(refuses, decode).connect()
     Requests(serves, decode).run(1)
-    assert decode.endpoints[0]._driver.context.staging._taken_bytes == 2 << 20, "a ring for each of the two"
+    assert probe(decode.endpoints[0]).context.staging._taken_bytes == 2 << 20, "a ring for each of the two"
 
 
 @pytest.mark.parametrize("after_failure", [False, True])
@@ -69,7 +70,7 @@ def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_bee
     """Who was frozen meanwhile reads both from its sockets when it thaws, and perhaps the release first."""
     requests = pair(path="staged", staging_ring_mib=1.0, staging_chunk_mib=0.25, quarantine_s=0.4)
     requests.connect()
-    driver = requests.decode.endpoints[0]._driver
+    driver = probe(requests.decode.endpoints[0]).driver
     name = requests.prefill.transports[0].endpoint_name
     ring = driver.context.staging.rings[name]
     released = messages.SpanReleased(

@@ -19,6 +19,7 @@ from tests.support.waiting import eventually
 from kvferry import DecodeEndpoint, RankCoordinates, Receiver, TransferState
 from kvferry.errors import QueueFullError, RoomExistsError
 from kvferry.testing import LocalNetwork
+from kvferry.testing.probe import probe
 
 ROOMS = 8
 QUICK = {"heartbeat_interval_s": 0.05, "peer_timeout_s": 0.8, "quarantine_s": 0.0, "close_timeout_s": 0.2}
@@ -67,7 +68,7 @@ def test_rooms_that_nobody_answers_for_are_forgotten_soon_after_their_rank_was_g
         rooms = its.crash()
         eventually("the rank is lost", lambda: all(room.pages_reusable for room in rooms))  # noqa: B023
         eventually("all rooms are forgotten", lambda: its.decode.open_rooms == 0)
-        assert not its.decode._driver.rooms.links.rooms_of
+        assert not probe(its.decode).links.rooms_of
 
 
 UNNOTICED = {"peer_timeout_s": 600.0}
@@ -108,7 +109,7 @@ def test_a_drain_that_is_overdue_waits_for_no_answer(scene: Callable[..., Scene]
 
 def test_a_decode_rank_whose_rooms_have_all_ended_sleeps_as_if_it_had_none(scene: Callable[..., Scene]):
     its = scene(**UNNOTICED)
-    end, waited_ms = its.decode._driver.context.end, []
+    end, waited_ms = probe(its.decode).context.end, []
     right = end.wait
 
     def wait(timeout_ms: int) -> Any:

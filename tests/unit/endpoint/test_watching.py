@@ -16,6 +16,7 @@ from kvferry.control.registry import Grant, OnChange
 from kvferry.control.registry_client import LeaseKeeper
 from kvferry.errors import RegistryUnreachableError
 from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.testing.probe import probe
 
 NEVER_S = 3600.0
 
@@ -117,9 +118,9 @@ class TestDecodeRank:
     def test_what_is_about_others_has_nobody_looked_up(self, registry: Telling, decode: DecodeEndpoint):
         eventually("it waits", lambda: registry.changed)
         registry.tell("another")
-        inbox = decode._driver.context.inbox
+        inbox = probe(decode).context.inbox
         eventually("the change was taken", lambda: not inbox)
-        (link,) = decode._driver.rooms.links.current
+        (link,) = probe(decode).links.current
         assert link.look_up_at is not None
         assert link.look_up_at > time.monotonic() + NEVER_S / 4
         assert registry.asked == 1
@@ -128,7 +129,7 @@ class TestDecodeRank:
         self, registry: Telling, decode: DecodeEndpoint, monkeypatch: pytest.MonkeyPatch
     ):
         eventually("it waits", lambda: registry.changed)
-        (link,) = decode._driver.rooms.links.current
+        (link,) = probe(decode).links.current
         registry.retry_s, before = 10 * NEVER_S, link.look_up_at
         registry.tell("prefill")
         eventually("it was looked up again", lambda: registry.asked == 2 and link.look_up_at not in (None, before))
@@ -147,7 +148,7 @@ class TestDecodeRank:
         registry.tell("prefill")
         assert is_asked.wait(PATIENCE_S)
         registry.tell("prefill")
-        inbox = decode._driver.context.inbox
+        inbox = probe(decode).context.inbox
         eventually("the change was taken", lambda: not inbox)
         may_answer.set()
         eventually("it was looked up once more", lambda: registry.asked >= 3)

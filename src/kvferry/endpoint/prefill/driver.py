@@ -123,7 +123,7 @@ class PrefillDriver(Loop):
         )
         name = f"kvferry-prefill-{identity.coordinates.engine_rank}"
         self.callbacks = Callbacks(platform, name)
-        self._context = PrefillContext(
+        self.context = PrefillContext(
             identity=identity,
             transport=transport,
             settings=settings,
@@ -169,8 +169,8 @@ class PrefillDriver(Loop):
                 f"Does the decode side look for an engine named {identity.engine!r}, at the registry "
                 f"{registration.registry_url}?",
             )
-            self.ranks = DecodeRanks(self._context, queue_of=self.workers.queue_of)
-            self.rooms = SendingRooms(self._context, self.ranks, self.workers, unasked)
+            self.ranks = DecodeRanks(self.context, queue_of=self.workers.queue_of)
+            self.rooms = SendingRooms(self.context, self.ranks, self.workers, unasked)
             self._waker = Waker(self.workers.queues)
             undo.callback(self._waker.stop)
             waker = platform.start(f"{name}-waker", self._waker)
@@ -211,7 +211,7 @@ class PrefillDriver(Loop):
 
     def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
         """Changes the fingerprint, see `Endpoint.renew`. Returns once no decode rank is attached that saw another."""
-        self._context.identity = replace(self._context.identity, fingerprint=fingerprint)
+        self.context.identity = replace(self.context.identity, fingerprint=fingerprint)
         renewed = threading.Event()
         self._renewals.append((reason, renewed))
         self.wake()
@@ -222,7 +222,7 @@ class PrefillDriver(Loop):
             )
 
     def _renew(self, reason: str) -> None:
-        fingerprint = dict(self._context.identity.fingerprint)
+        fingerprint = dict(self.context.identity.fingerprint)
         self._welcome = msgspec.structs.replace(self._welcome, fingerprint=fingerprint)
         self._dismiss_all(reason)
 
@@ -281,7 +281,7 @@ class PrefillDriver(Loop):
         if self.workers.running:
             return False
         for receiver in self.ranks.all:
-            after_failure = receiver in self._context.broken_off
+            after_failure = receiver in self.context.broken_off
             self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
         self._flush()
         self._waker.stop()
@@ -341,7 +341,7 @@ class PrefillDriver(Loop):
             receiver, message = self._outbox.popleft()
             try:
                 for each in self.ranks.channels.outgoing(receiver, message):
-                    self._channel.send(receiver, self._context.encoded(receiver, each))
+                    self._channel.send(receiver, self.context.encoded(receiver, each))
             except KVFerryError as error:
                 # A closed endpoint misses neither a close message nor the answer to a heartbeat, and what has a number
                 # is sent again.
@@ -359,7 +359,7 @@ class PrefillDriver(Loop):
 
     def _receive(self, identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data, self._identity.versions)
-        self._context.spoken.record(identity, codec.version_of(data))
+        self.context.spoken.record(identity, codec.version_of(data))
         peer = self.ranks.peer(identity)
         if peer is not None:
             peer.last_message_at = now

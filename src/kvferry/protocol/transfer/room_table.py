@@ -95,7 +95,7 @@ class RoomTable(Generic[RoomT]):
         self.rooms: dict[int, RoomT] = {}
         self._max_rooms = max_rooms
         self._max_pending = max_pending
-        self._pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
+        self.pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         # Whoever names a number before anybody has opened it is taken for the one that it is for, as with an open
         # request: only its callers know the number.
         self._refusals: PendingMessages[RefuseRoom] = PendingMessages(limit=max_pending, keep_s=keep_s)
@@ -129,7 +129,7 @@ class RoomTable(Generic[RoomT]):
 
     def is_asked_for(self, room: int) -> bool:
         """Whether a decode rank waits for a room that our caller has not opened."""
-        return any(opened.abort is None for opened in self._pending.of(room).values())
+        return any(opened.abort is None for opened in self.pending.of(room).values())
 
     def takes_no_more(self, refusal: Callable[[int], KVFerryError]) -> None:
         """Refuses open requests for rooms of which nothing is known here, from now on.
@@ -142,12 +142,12 @@ class RoomTable(Generic[RoomT]):
     @property
     def num_pending(self) -> int:
         """How many rooms decode ranks have opened, and our caller has not."""
-        return len(self._pending)
+        return len(self.pending)
 
     @property
     def is_quiet(self) -> bool:
         """Whether there are no rooms, and no pending opens."""
-        return not self.rooms and not len(self._pending)
+        return not self.rooms and not len(self.pending)
 
     def add(self, room: RoomT) -> list[tuple[str, RoomMessage]]:
         """Adds a room that our caller opens. Returns the messages that decode ranks sent for it before.
@@ -157,7 +157,7 @@ class RoomTable(Generic[RoomT]):
         self.rooms[room.room] = room
         self._failed_alone.pop(room.room)
         self._sent.pop(room.room)
-        pending = self._pending.of(room.room)
+        pending = self.pending.of(room.room)
         self._given[room.room] = set(pending)
         before: list[tuple[str, RoomMessage]] = []
         for receiver, opened in pending.items():
@@ -168,7 +168,7 @@ class RoomTable(Generic[RoomT]):
 
     def handled(self, room: int) -> None:
         """Forgets what was kept for a number that was added or refused since."""
-        self._pending.take(room)
+        self.pending.take(room)
         self._refusals.take(room)
 
     def attached(self, receiver: str) -> list[tuple[int, int]]:
@@ -177,7 +177,7 @@ class RoomTable(Generic[RoomT]):
         Returns:
             Number and generation of rooms that it had opened and our caller has not: it has given them up.
         """
-        pending = [each.request for each in self._pending.forget(receiver)]
+        pending = [each.request for each in self.pending.forget(receiver)]
         given_up = [(request.room, request.generation) for request in pending]
         for name, room in [key for key in self._dropped if key[0] == receiver]:
             generation = self._dropped.pop((name, room))
@@ -234,7 +234,7 @@ class RoomTable(Generic[RoomT]):
                 f"room {message.room} was sent to {', '.join(sorted(sent.receivers))} {now - sent.ended_at:.1f} s ago, "
                 "and a request's cache is sent once: send the request to the prefill side again"
             )
-        if self._refusal is not None and not self._pending.of(message.room):
+        if self._refusal is not None and not self.pending.of(message.room):
             raise self._refusal(message.room)
         self._refusals.pop(receiver, message.room)  # it opens the room after all
         for refusal in self._refusals.of(message.room).values():
@@ -242,7 +242,7 @@ class RoomTable(Generic[RoomT]):
                 raise TransferFailedError(
                     f"decode rank {refusal.coordinates.engine_rank} of {refusal.engine!r} refused it: {refusal.reason}"
                 )
-        self._pending.keep(receiver, message, now)
+        self.pending.keep(receiver, message, now)
         return None
 
     def refuse(self, room: int, error: KVFerryError, now: float) -> list[tuple[str, OpenRoom]]:
@@ -256,7 +256,7 @@ class RoomTable(Generic[RoomT]):
         if room in self.rooms:
             self._refused_next[room] = error
             return []
-        pending = self._pending.of(room)
+        pending = self.pending.of(room)
         for receiver, opened in pending.items():
             self.ended(receiver, room, opened.request.generation, error)
         self._fail_alone(room, error, set(pending), now)
@@ -299,7 +299,7 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)  # it need not be refused, as it must be in a use that came after this one
         room = self.rooms.get(message.room)
         if room is None:
-            self._pending.abort(receiver, message)
+            self.pending.abort(receiver, message)
         return room
 
     def remove(self, room: RoomT, now: float) -> list[tuple[str, OpenRoom]]:
@@ -312,7 +312,7 @@ class RoomTable(Generic[RoomT]):
             return []
         del self.rooms[room.room]
         given = self._given.pop(room.room, set())
-        undelivered = self._pending.take(room.room)
+        undelivered = self.pending.take(room.room)
         for receiver, opened in undelivered.items():
             self.ended(receiver, room.room, opened.request.generation, room.error)
         self._most_receivers = max(self._most_receivers, len(room.generations))
@@ -342,7 +342,7 @@ class RoomTable(Generic[RoomT]):
             The open rooms that it had opened, and its aborts of others.
         """
         aborts = []
-        for opened in self._pending.forget(receiver):
+        for opened in self.pending.forget(receiver):
             request = opened.request
             if opened.abort is not None:
                 aborts.append(opened.abort)
@@ -373,4 +373,4 @@ class RoomTable(Generic[RoomT]):
 
     def _expired_opens(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops pending opens that are too old. Returns those that were not taken back."""
-        return [(receiver, opened.request) for receiver, opened in self._pending.expired(now) if opened.abort is None]
+        return [(receiver, opened.request) for receiver, opened in self.pending.expired(now) if opened.abort is None]

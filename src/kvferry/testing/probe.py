@@ -1,0 +1,131 @@
+"""A window on an endpoint, for tests: what is kept inside it that no caller needs, such as rooms, links and peers.
+
+`probe(endpoint)` is what tests look through, so that they say what they ask and not where it lies; nothing else reaches
+inside. It holds nothing of its own and changes nothing. Whoever plants a fault takes the part that it belongs to.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import overload
+
+from kvferry.control.registry import Registry
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.driver import DecodeDriver
+from kvferry.endpoint.decode.links import Links
+from kvferry.endpoint.decode.rooms import ReceivingRooms
+from kvferry.endpoint.prefill.admission import Admission
+from kvferry.endpoint.prefill.context import PrefillContext
+from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
+from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.prefill.registration import Registration
+from kvferry.endpoint.prefill.room_actor import RoomActor
+from kvferry.endpoint.prefill.rooms import SendingRooms
+from kvferry.endpoint.telemetry import EndpointTelemetry
+from kvferry.protocol.transfer.pending_messages import PendingOpens
+from kvferry.protocol.transfer.room_table import RoomTable
+
+
+class _Probe:
+    """What an endpoint of either side shows."""
+
+    def __init__(self, endpoint: PrefillEndpoint | DecodeEndpoint) -> None:
+        self._endpoint = endpoint
+
+    @property
+    def now(self) -> float:
+        """The time on the endpoint's own clock, in seconds."""
+        return self._endpoint._platform.now()
+
+    @property
+    def telemetry(self) -> EndpointTelemetry:
+        """What is told what happens."""
+        return self._endpoint._telemetry
+
+    @property
+    def closers(self) -> threading.RLock:
+        """Held by whoever closes the endpoint."""
+        return self._endpoint._closers
+
+
+class PrefillProbe(_Probe):
+    """What a prefill endpoint shows."""
+
+    def __init__(self, endpoint: PrefillEndpoint) -> None:
+        super().__init__(endpoint)
+        self.driver: PrefillDriver = endpoint._driver
+        self.registration: Registration = endpoint._registration
+
+    @property
+    def rooms(self) -> SendingRooms:
+        """All rooms, and decode ranks' messages about them."""
+        return self.driver.rooms
+
+    @property
+    def table(self) -> RoomTable[RoomActor]:
+        """The rooms that are open, and what is kept for others."""
+        return self.rooms.table
+
+    @property
+    def pending(self) -> PendingOpens:
+        """What decode ranks have opened, and the caller has not."""
+        return self.table.pending
+
+    @property
+    def ranks(self) -> DecodeRanks:
+        """What is known of decode ranks."""
+        return self.driver.ranks
+
+    @property
+    def peers(self) -> list[DecodePeer]:
+        """The connections to decode ranks."""
+        return self.ranks.peers()
+
+    @property
+    def admission(self) -> Admission:
+        """The direct writes that are open, and those that wait to be."""
+        return self.driver.admission
+
+    @property
+    def context(self) -> PrefillContext:
+        """What the endpoint's parts share."""
+        return self.driver.context
+
+    @property
+    def port(self) -> int:
+        """Where it listens for decode ranks."""
+        return self.driver.port
+
+
+class DecodeProbe(_Probe):
+    """What a decode endpoint shows."""
+
+    def __init__(self, endpoint: DecodeEndpoint) -> None:
+        super().__init__(endpoint)
+        self.driver: DecodeDriver = endpoint._driver
+        self.registry: Registry = endpoint._registry_client
+
+    @property
+    def rooms(self) -> ReceivingRooms:
+        """All rooms, and what they rely on."""
+        return self.driver.rooms
+
+    @property
+    def links(self) -> Links:
+        """Those to prefill engines, in use and given up."""
+        return self.rooms.links
+
+    @property
+    def context(self) -> DecodeContext:
+        """What the endpoint's parts share."""
+        return self.driver.context
+
+
+@overload
+def probe(endpoint: PrefillEndpoint) -> PrefillProbe: ...
+@overload
+def probe(endpoint: DecodeEndpoint) -> DecodeProbe: ...
+def probe(endpoint: PrefillEndpoint | DecodeEndpoint) -> PrefillProbe | DecodeProbe:
+    """Opens the window on an endpoint."""
+    return PrefillProbe(endpoint) if isinstance(endpoint, PrefillEndpoint) else DecodeProbe(endpoint)
