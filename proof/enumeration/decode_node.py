@@ -184,7 +184,7 @@ class DecodeNode:
 
     def awaits(self, prefill: int) -> bool:
         """Whether something sent to a prefill rank may be lost, or an answer."""
-        rank = self.link._ranks[prefill]
+        rank = self.link.ranks[prefill]
         is_unanswered = self._machine is not None and prefill in self._machine.unanswered
         is_attaching = not rank.is_attached and prefill not in self._settling_attached
         return is_unanswered or is_attaching or (rank.channel is not None and rank.channel.has_unacknowledged)

@@ -1155,8 +1155,8 @@ CATALOGUE = (
     PlantedFault(
         "bytes on their way are counted back without the lock",
         "endpoint/prefill/admission.py",
-        "        with self._lock:\n            lane = self._lanes[admitted.receiver]",
-        "        if True:\n            lane = self._lanes[admitted.receiver]",
+        "        with self._lock:\n            lane = self.lanes[admitted.receiver]",
+        "        if True:\n            lane = self.lanes[admitted.receiver]",
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1169,8 +1169,8 @@ CATALOGUE = (
     PlantedFault(
         "the lock is dropped where an event is posted",
         "endpoint/runtime/run_queue.py",
-        "        with self._lock:\n            self._events.append(event)",
-        "        if True:\n            self._events.append(event)",
+        "        with self._lock:\n            self.events.append(event)",
+        "        if True:\n            self.events.append(event)",
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1183,8 +1183,8 @@ CATALOGUE = (
     PlantedFault(
         "a worker that is not woken stays among those who wait",
         "endpoint/runtime/run_queue.py",
-        "            self._waiting.remove(woken)\n",
-        "            self._waiting.index(woken)\n",
+        "            self.waiting.remove(woken)\n",
+        "            self.waiting.index(woken)\n",
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1232,8 +1232,8 @@ CATALOGUE = (
     PlantedFault(
         "timers come due without the lock",
         "endpoint/runtime/timers.py",
-        "        with self._lock:\n            while self._queue",
-        "        if True:\n            while self._queue",
+        "        with self._lock:\n            while self.queue",
+        "        if True:\n            while self.queue",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(

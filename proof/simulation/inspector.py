@@ -218,7 +218,7 @@ class Inspector:
         assert isinstance(process.endpoint, PrefillEndpoint)
         admission = probe(process.endpoint).admission
         first: tuple[int, int] | None = None
-        for lane in admission._lanes.values():
+        for lane in admission.lanes.values():
             waits = lane.first()
             if waits is not None and admission._fits_lane(lane, waits[2]) and (first is None or waits[1] < first[0]):
                 first = waits[1], waits[2]
@@ -298,7 +298,7 @@ class Inspector:
         elif isinstance(about, StagedArrived) and isinstance(target.endpoint, DecodeEndpoint):
             ring = probe(target.endpoint).context.staging.ring(transfer.source.endpoint_name, about.epoch)
             demand(
-                ring is None or ring._reading.can_hold(Span(about.start, about.begin, about.stop)),
+                ring is None or ring.reading.can_hold(Span(about.start, about.begin, about.stop)),
                 Law.NO_WRITE_AFTER_RELEASE,
                 f"{target.name}: {source.name} writes for room {about.room} to a span of the ring that was given back",
             )

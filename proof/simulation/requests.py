@@ -140,7 +140,7 @@ class ReceiveSide(RankSide):
         endpoint = self.process.endpoint
         if not self.process.is_alive or not isinstance(endpoint, DecodeEndpoint):
             return False
-        if self.request.room in probe(endpoint).rooms.refusals._refusals:
+        if self.request.room in probe(endpoint).rooms.refusals.unheard:
             return True
         if self.receiver is None:
             return False

@@ -205,7 +205,7 @@ def _aborts_that_come_first_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def abort(table: Any, *arguments: Any) -> Any:
         found = right(table, *arguments)
-        table._over._entries.clear()
+        table.over._entries.clear()
         return found
 
     patch.setattr(RoomTable, "abort", abort)
@@ -351,14 +351,14 @@ def _aborts_said_once(patch: pytest.MonkeyPatch) -> None:
 
 def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
     """A connection is read after everything was said again through it, which may have closed it."""
-    right = DecodeDriver._receive
+    right = DecodeDriver.receive
 
     def receive(driver: Any, connection: Any, now: float) -> None:
         if connection.take_break():
             driver.rooms.broke(connection.address, now)
         right(driver, connection, now)
 
-    patch.setattr(DecodeDriver, "_receive", receive)
+    patch.setattr(DecodeDriver, "receive", receive)
 
 
 def _never_leaves(patch: pytest.MonkeyPatch) -> None:
@@ -829,7 +829,7 @@ def _waiting_callers_not_told(patch: pytest.MonkeyPatch) -> None:
     right = Links.close
 
     def close(links: Links) -> None:
-        links._callers.clear()
+        links.callers.clear()
         right(links)
 
     patch.setattr(Links, "close", close)
@@ -844,7 +844,7 @@ def _late_receivers_not_told(patch: pytest.MonkeyPatch) -> None:
 
     def remove(table: RoomTable[Any], room: Any, now: float) -> None:
         right(table, room, now)
-        table._failed_alone._entries.clear()
+        table.failed_alone._entries.clear()
 
     patch.setattr(RoomTable, "remove", remove)
 

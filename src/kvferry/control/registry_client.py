@@ -437,6 +437,7 @@ class LeaseKeeper:
         last_error: the latest failure since the last success, or None.
         replaced: that another start of the rank has its place, as far as this side knows: from the refusal that says so
             until a success, or None. Once replaced the rank yields: it never takes the place of one that lives.
+        woken: set to let the keeper look at once.
     """
 
     def __init__(
@@ -465,7 +466,7 @@ class LeaseKeeper:
         self._now = now
         self._lock = threading.Lock()
         self._closing = threading.Event()
-        self._woken = threading.Event()
+        self.woken = threading.Event()
         self._is_watching = False
         self._thread: threading.Thread | None = None
 
@@ -486,7 +487,7 @@ class LeaseKeeper:
     def update(self, registration: RankRegistration) -> None:
         """Registers something else of the rank from now on; at once, on the keeper's thread."""
         self._registration = registration
-        self._woken.set()
+        self.woken.set()
 
     def close(self, timeout_s: float = 6.0) -> bool:
         """Removes the registration if the registry can be reached, and ends the thread. May be called again.
@@ -501,7 +502,7 @@ class LeaseKeeper:
         """
         with self._lock:
             self._closing.set()
-            self._woken.set()
+            self.woken.set()
             thread = self._thread
         if thread is None:
             return True
@@ -524,22 +525,22 @@ class LeaseKeeper:
                 self._is_watching = True
                 self._client.watch(self._changed)
             self._wait(wait_s)
-            self._woken.clear()
+            self.woken.clear()
         self.remove()
 
     def _wait(self, wait_s: float) -> None:
         """Waits so long, or until the keeper is woken, or the registry seems to have restarted."""
         until = self._now() + wait_s
-        while (left_s := until - self._now()) > 0 and not self._woken.wait(min(left_s, _LOOK_S)):
+        while (left_s := until - self._now()) > 0 and not self.woken.wait(min(left_s, _LOOK_S)):
             # Without a lease the next try is near anyway.
             if self.registered.is_set() and self._client.has_hung_up:
-                self._woken.wait(min(until - self._now(), self._renewals.hung_up()))
+                self.woken.wait(min(until - self._now(), self._renewals.hung_up()))
                 return
 
     def _changed(self, engine: str | None) -> None:
         """Tries again at once, where the registry may take now what it did not take before."""
         if engine in (None, self._registration.engine) and not self.registered.is_set():
-            self._woken.set()
+            self.woken.set()
 
     def renew(self) -> float:
         """Tries to register; returns how long to wait until the next try. Only for what runs the keeper."""

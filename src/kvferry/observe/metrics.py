@@ -35,6 +35,10 @@ class BusyTime:
 
     Bytes divided by it never exceed what the wire carries, however many writes overlap: time counts once. Intervals may
     come in any order. One thread at a time may use it.
+
+    Attributes:
+        begins: of what is remembered.
+        ends: of the same.
     """
 
     def __init__(self, most_intervals: int = MOST_INTERVALS) -> None:
@@ -46,13 +50,13 @@ class BusyTime:
         """
         self._most_intervals = most_intervals
         # Disjoint, with gaps between them, in the order of time: where each begins, and where it ends.
-        self._begins: list[float] = []
-        self._ends: list[float] = []
+        self.begins: list[float] = []
+        self.ends: list[float] = []
         self._total_s = 0.0
 
     def add(self, begin: float, end: float) -> float:
         """Counts the time between two points; returns how much of it was not counted before, in seconds."""
-        begins, ends = self._begins, self._ends
+        begins, ends = self.begins, self.ends
         first, stop = bisect_left(ends, begin), bisect_right(begins, end)  # those that it touches
         counted_s = 0.0
         if first < stop:
@@ -119,6 +123,9 @@ class Metrics(Observer):
 
     A thread that reports an event only queues it. Once a batch is full, the next write or room that ends counts all
     that is queued; the rest is counted when the metrics are read. Nothing is counted in the caller's time, `submitted`.
+
+    Attributes:
+        uncounted: events that are not counted yet.
     """
 
     def __init__(self, status: Callable[[], EndpointStatus], *, into_pages: TransferPath = TransferPath.DIRECT) -> None:
@@ -130,7 +137,7 @@ class Metrics(Observer):
         """
         self._into_pages = into_pages
         # Events that are not counted yet. Any thread adds to them; the one with the lock takes.
-        self._uncounted: deque[tuple[Callable[..., object], object]] = deque()
+        self.uncounted: deque[tuple[Callable[..., object], object]] = deque()
         # Lets one thread count at a time, in the order of the events.
         self._counting = threading.Lock()
         self._registry = registry = CollectorRegistry()
@@ -173,13 +180,13 @@ class Metrics(Observer):
             return generate_latest(self._registry)
 
     def _count(self) -> None:
-        while self._uncounted:
-            count, what = self._uncounted.popleft()
+        while self.uncounted:
+            count, what = self.uncounted.popleft()
             count(what)
 
     def _count_batch(self) -> None:
         """Counts the queued events if they are a batch and no other thread does."""
-        if len(self._uncounted) >= _BATCH and self._counting.acquire(blocking=False):
+        if len(self.uncounted) >= _BATCH and self._counting.acquire(blocking=False):
             try:
                 self._count()
             finally:
@@ -188,14 +195,14 @@ class Metrics(Observer):
     # ---- events -----------------------------------------------------------------------------------------------------
 
     def submitted(self, seconds: Sequence[float]) -> None:
-        self._uncounted.append((self._count_submits, seconds))
+        self.uncounted.append((self._count_submits, seconds))
 
     def _count_submits(self, seconds: Sequence[float]) -> None:
         for each in seconds:
             self._submit_seconds.add(each)
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
-        self._uncounted.append((self._count_writes, writes))
+        self.uncounted.append((self._count_writes, writes))
         self._count_batch()
 
     def _count_writes(self, writes: Sequence[WriteRecord]) -> None:
@@ -229,7 +236,7 @@ class Metrics(Observer):
         self._ended(way, stats.opened_at, stats.ended_at, error)
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        self._uncounted.append((self._count_placed, stats.placed))
+        self.uncounted.append((self._count_placed, stats.placed))
         is_staged = any(placed.num_bytes for placed in stats.placed)
         way = TransferPath.STAGED.value if is_staged else self._into_pages.value if stats.chunks else NO_WAY
         self._ended(way, stats.opened_at, stats.ended_at, error)
@@ -241,9 +248,9 @@ class Metrics(Observer):
             self._placed_bytes.inc(placed.num_bytes)
 
     def _ended(self, way: str, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
-        self._uncounted.append((Counter.inc, self._transfers[outcome_of(error), way]))
+        self.uncounted.append((Counter.inc, self._transfers[outcome_of(error), way]))
         if error is None and ended_at is not None:
-            self._uncounted.append((self._transfer_seconds.add, ended_at - opened_at))
+            self.uncounted.append((self._transfer_seconds.add, ended_at - opened_at))
         self._count_batch()
 
     def refused(self, error: Exception) -> None:

@@ -67,7 +67,7 @@ class Several(Observer):
     def __init__(self, *observers: Observer) -> None:
         self._begin_receiving = _methods(observers, Observer.begin_receiving)
         self._begin_sending = _methods(observers, Observer.begin_sending)
-        self._requested = _methods(observers, Observer.requested)
+        self.told_of_requests = _methods(observers, Observer.requested)
         self._submitted = _methods(observers, Observer.submitted)
         self._wrote = _methods(observers, Observer.wrote)
         self._write_failed = _methods(observers, Observer.write_failed)
@@ -85,7 +85,7 @@ class Several(Observer):
         _notify(self._begin_sending, room)
 
     def requested(self, room: int, trace_context: str) -> None:
-        _notify(self._requested, room, trace_context)
+        _notify(self.told_of_requests, room, trace_context)
 
     def submitted(self, seconds: Sequence[float]) -> None:
         _notify(self._submitted, seconds)

@@ -35,15 +35,20 @@ class _Sending:
 
 
 class Spans(Observer):
-    """Makes a span for every transfer, and for every write in it."""
+    """Makes a span for every transfer, and for every write in it.
+
+    Attributes:
+        receiving: spans of rooms that have not ended, by number.
+        sending: likewise, of rooms to be sent.
+    """
 
     def __init__(self, engine: str, rank: int) -> None:
         self._tracer = trace.get_tracer("kvferry", __version__)
         self._about: dict[str, str | int] = {"kvferry.engine": engine, "kvferry.rank": rank}
         # Guards both tables: rooms are opened by callers, and end in threads of ours.
         self._lock = threading.Lock()
-        self._receiving: dict[int, Span] = {}
-        self._sending: dict[int, _Sending] = {}
+        self.receiving: dict[int, Span] = {}
+        self.sending: dict[int, _Sending] = {}
 
     def begin_receiving(self, room: int) -> str:
         span = self._tracer.start_span(
@@ -52,22 +57,22 @@ class Spans(Observer):
         carrier: dict[str, str] = {}
         propagate.inject(carrier, trace.set_span_in_context(span, context.Context()))
         with self._lock:
-            self._receiving[room] = span
+            self.receiving[room] = span
         return carrier.get(_HEADER, "")
 
     def begin_sending(self, room: int) -> None:
         with self._lock:
-            self._sending[room] = _Sending(trace.get_current_span().get_span_context())
+            self.sending[room] = _Sending(trace.get_current_span().get_span_context())
 
     def requested(self, room: int, trace_context: str) -> None:
         with self._lock:
-            sending = self._sending.get(room)
+            sending = self.sending.get(room)
             if sending is not None and not sending.parent:
                 sending.parent = trace_context
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
         with self._lock:
-            span = self._receiving.pop(room, None)
+            span = self.receiving.pop(room, None)
         if span is None:
             return
         offset_s = _offset_s()
@@ -78,7 +83,7 @@ class Spans(Observer):
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
         with self._lock:
-            sending = self._sending.pop(room, None)
+            sending = self.sending.pop(room, None)
         if sending is None:
             return
         offset_s = _offset_s()

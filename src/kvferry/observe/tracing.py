@@ -76,10 +76,14 @@ class Window(msgspec.Struct, frozen=True):
 
 
 class Recorder(Observer):
-    """Keeps spans while `record` runs; at other times an event costs a look at a flag."""
+    """Keeps spans while `record` runs; at other times an event costs a look at a flag.
+
+    Attributes:
+        is_on: whether a recording runs.
+    """
 
     def __init__(self) -> None:
-        self._is_on = False
+        self.is_on = False
         # Guards the window: there is one recording at a time.
         self._lock = threading.Lock()
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
@@ -99,11 +103,11 @@ class Recorder(Observer):
             self._count = 0
             self._begun_at = time.monotonic()
             self._unix_s = time.time() - self._begun_at
-            self._is_on = True
+            self.is_on = True
             try:
                 time.sleep(seconds)
             finally:
-                self._is_on = False
+                self.is_on = False
             spans = list(self._spans)
             return spans, self._count - len(spans)
         finally:
@@ -117,7 +121,7 @@ class Recorder(Observer):
             self._spans.append(Span(phase, row, room, begin + self._unix_s, end + self._unix_s, num_bytes, what))
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
-        if not self._is_on:
+        if not self.is_on:
             return
         for write in writes:
             if write.done_at >= self._begun_at:  # else it ended before the window
@@ -134,11 +138,11 @@ class Recorder(Observer):
             self._add("wire", "wire", room, part.gathered_at, part.landed_at, part.num_bytes, what)
 
     def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
-        if self._is_on and stats.ended_at is not None:
+        if self.is_on and stats.ended_at is not None:
             self._add("transfer", "rooms", room, stats.opened_at, stats.ended_at, stats.total_bytes, _end(error))
 
     def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
-        if not self._is_on or stats.ended_at is None:
+        if not self.is_on or stats.ended_at is None:
             return
         for placed in stats.placed:
             what = f"from prefill rank {placed.writer}"

@@ -56,6 +56,7 @@ class WriterRing:
         memory: where it is.
         epoch: distinguishes it from an earlier ring.
         plan: what the prefill rank may send.
+        reading: what is read, and up to where.
     """
 
     def __init__(self, memory: StagingMemory, plan: PairPlan, *, epoch: int, send: Callable[[Credit], None]) -> None:
@@ -68,7 +69,7 @@ class WriterRing:
         self._send = send
         self.epoch = epoch
         self.plan = plan
-        self._reading = ReadingRing(memory.num_bytes)
+        self.reading = ReadingRing(memory.num_bytes)
         self._being_read: dict[int, int] = {}  # where the spans start, and stop
         self._reported = 0
 
@@ -77,7 +78,7 @@ class WriterRing:
 
         For the driver's thread only.
         """
-        if span.start in self._being_read or not self._reading.can_hold(span):
+        if span.start in self._being_read or not self.reading.can_hold(span):
             return False
         self._being_read[span.start] = span.stop
         return True
@@ -95,14 +96,14 @@ class WriterRing:
     def give_back(self, span: Span) -> None:
         """Marks a span as read."""
         self._being_read.pop(span.start, None)
-        self._reading.release(span)
+        self.reading.release(span)
 
     def send_credit(self) -> None:
         """Tells the writer up to where the ring was read, if it is time to.
 
         That is several times a round, and whenever nothing is left to be read: it may wait for that.
         """
-        position = self._reading.position
+        position = self.reading.position
         is_due = position - self._reported >= self.memory.num_bytes // _CREDITS_A_ROUND or self.is_idle
         if not is_due or position == self._reported:
             return
@@ -121,6 +122,7 @@ class ReceivingStaging:
         path: the path that the settings force, if any.
         kernels: copy staged bytes into pages; None if there are no staged writes.
         checks: compare digests; None without checksums.
+        taken_bytes: how much memory was taken for rings.
     """
 
     def __init__(
@@ -148,7 +150,7 @@ class ReceivingStaging:
         self._rings: dict[str, WriterRing] = {}  # by the prefill rank's endpoint
         self._earlier: dict[str, list[WriterRing]] = {}  # those that may be written to until it has attached anew
         self._free: list[WriterRing] = []
-        self._taken_bytes = 0
+        self.taken_bytes = 0
         if self.path not in (None, TransferPath.STAGED):
             self._problem = f"the decode side forces the {self.path.value} path (KVFERRY_PATH)"
             return
@@ -228,11 +230,11 @@ class ReceivingStaging:
         return self._more_memory()
 
     def _more_memory(self) -> StagingMemory | None:
-        if self._taken_bytes + self._ring_bytes > self._most_bytes:
+        if self.taken_bytes + self._ring_bytes > self._most_bytes:
             return None
         memory = self._resources.allocate(self._ring_bytes, self._layout.device)
         self._transport.register([memory.region], self._layout.device)
-        self._taken_bytes += self._ring_bytes
+        self.taken_bytes += self._ring_bytes
         return memory
 
     def _why_too_small(self, plan: PairPlan) -> str:

@@ -206,27 +206,30 @@ class SharedRing:
     """Hands out spans of a ring, and queues those who must wait for one: first come, first served.
 
     No waiter overtakes another, so that a room that needs much waits no longer than one that needs little.
+
+    Attributes:
+        writing: what is written, and what is free.
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._writing = WritingRing(num_bytes)
+        self.writing = WritingRing(num_bytes)
         # Its lock guards all of it: rooms on several workers ask, and credits come to the control thread.
-        self._queue = WaitQueue(self._writing.reserve, self._writing.can_reserve, may_overtake=False)
+        self._queue = WaitQueue(self.writing.reserve, self.writing.can_reserve, may_overtake=False)
 
     @property
     def num_bytes(self) -> int:
         """The ring's size."""
-        return self._writing.num_bytes
+        return self.writing.num_bytes
 
     @property
     def in_use(self) -> int:
         """Bytes that were handed out and not read yet."""
         with self._queue.lock:
-            return self._writing.in_use
+            return self.writing.in_use
 
     def place(self, span: Span) -> int:
         """Returns where a span begins in the ring's memory, in bytes."""
-        return self._writing.place(span)
+        return self.writing.place(span)
 
     def reserve(self, num_bytes: int, waiter: Waiter) -> Span | None:
         """Reserves a span. If it returns None, the waiter is woken when there is one, unless it `withdraw`s."""
@@ -244,7 +247,7 @@ class SharedRing:
     def read_until(self, position: int) -> None:
         """Applies a credit: up to where the ring was read."""
         with self._queue.lock:
-            if not self._writing.read_until(position):
+            if not self.writing.read_until(position):
                 return
         self._queue.wake_next()
 

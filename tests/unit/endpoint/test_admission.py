@@ -168,7 +168,7 @@ def test_a_receiver_that_stands_still_does_not_count_in_all(admission: Admission
     assert counts(others, again) == [1, 1]
     others.end()
     again.end()
-    assert admission.num_bytes == admission._counted == 0
+    assert admission.num_bytes == admission.counted == 0
 
 
 def test_a_receiver_that_gets_on_does_not_stand_still(admission: Admission, clock: Clock):
@@ -178,7 +178,7 @@ def test_a_receiver_that_gets_on_does_not_stand_still(admission: Admission, cloc
     slow.end()
     run_until(4.0, admission, clock)
     assert counts(slow, waiting, third) == [1, 1, 1], "d1 stands still"
-    assert admission._counted == 2 + 5
+    assert admission.counted == 2 + 5
 
 
 def test_no_receiver_stood_still_while_this_process_did(admission: Admission, clock: Clock):
@@ -212,17 +212,17 @@ def test_when_something_got_on_is_known_by_receiver_or_in_all(admission: Admissi
     for room in (first, first, behind, last):
         room.end()
     assert admission.moved_at("d0") is None
-    assert not admission._lanes
+    assert not admission.lanes
 
 
 def test_what_an_end_costs_does_not_grow_with_those_who_wait(admission: Admission):
     """None of them is looked at but the first."""
     running = Room(admission, "d0", 5)
     waiting = [Room(admission, f"d{number % 2}", 5, 5) for number in range(1000)]
-    assert len(admission._ready) <= 2
+    assert len(admission.ready) <= 2
     for _ in range(500):
         next(room for room in (running, *waiting) if room.got).end()
-        assert len(admission._ready) <= 3
+        assert len(admission.ready) <= 3
 
 
 # ---- endpoints -------------------------------------------------------------------------------------------------------
@@ -249,9 +249,9 @@ def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Re
         requests.submit(request, start, start + 2, last=start == 10)
     sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
     eventually("one is on its way", lambda: transport.in_flight == 1)
-    eventually("all others are deferred", lambda: len(deferred(sending._machine)) == 5)
+    eventually("all others are deferred", lambda: len(deferred(sending.machine)) == 5)
     assert transport.in_flight == 1
-    assert sending._waiting_chunks == 5
+    assert sending.waiting_chunks == 5
     transport.held = False
     request.wait()
     requests.check(request)
@@ -276,7 +276,7 @@ def test_a_write_that_waits_is_dropped_with_a_room_that_the_next_chunk_fails_onc
     (sender,), (source,) = failing.senders, failing.source_pages
     sender.submit(source[:2])
     sending = probe(requests.prefill.endpoints[0]).table.rooms[2]
-    eventually("the other is deferred", lambda: len(deferred(sending._machine)) == 1)
+    eventually("the other is deferred", lambda: len(deferred(sending.machine)) == 1)
     others = [page for page in range(64) if page not in source]
     sender.submit([*source[2:], others[0]], last=True, ready=is_ready)
     is_ready.set()
@@ -324,7 +324,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
             requests.submit(each, start, start + 1, last=start == 3)
         eventually("the first one's is on its way", lambda: transport.in_flight == 1)
     sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
-    eventually("all chunks are taken", lambda: sending._handled_chunks == 4)
+    eventually("all chunks are taken", lambda: sending.handled_chunks == 4)
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
     with pytest.raises(KVFerryError):
         request.senders[0].wait()

@@ -79,11 +79,11 @@ def attached(attaching: Callable[..., Attachment]) -> Attachment:
 
 def prepared_rows(attached: Attachment) -> int:
     """Rows, of both sides, that the transport keeps for this peer: its memory grows with them."""
-    return sum(each.local.rows + each.remote.rows for each in attached._prepared.values())
+    return sum(each.local.rows + each.remote.rows for each in attached.prepared.values())
 
 
 def prepared_descriptors(attached: Attachment) -> int:
-    return sum(each.local.count + each.remote.count for each in attached._prepared.values())
+    return sum(each.local.count + each.remote.count for each in attached.prepared.values())
 
 
 def test_what_is_prepared_is_counted(attached: Attachment):

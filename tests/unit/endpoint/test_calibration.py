@@ -158,7 +158,7 @@ def test_on_a_gpu_nothing_sleeps_and_what_is_measured_is_no_launch(
     assert costs.wire_bytes_per_s == pytest.approx(LARGE_BYTES_PER_S, rel=0.01)
     assert costs.seconds_per_descriptor == pytest.approx(DESCRIPTOR_S, rel=0.05)
     assert not costs.is_one_memory
-    assert made._kernels.largest == 64 << 20  # type: ignore[attr-defined]
+    assert made.kernels.largest == 64 << 20  # type: ignore[attr-defined]
     del kept
 
 

@@ -308,7 +308,7 @@ def test_staging_memory_comes_back_when_what_hung_has_ended(hanging: Callable[..
     assert name in case.driver.context.staging.rings, "it may still be written to"
     case.ends()
     eventually("the ring came back", lambda: name not in case.driver.context.staging.rings)
-    eventually("nobody is in doubt", lambda: len(case.driver.rooms.links.quarantine._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(case.driver.rooms.links.quarantine.lost) == 0)
 
 
 @pytest.mark.parametrize("end", ["works again", "closed"])
@@ -651,7 +651,7 @@ def test_who_waits_for_a_connection_is_told_of_the_close(engines: Callable[..., 
     waiting = [threading.Thread(target=connect) for _ in range(3)]
     for thread in waiting:
         thread.start()
-    eventually("they wait", lambda: len(probe(decode).links._callers) == 3)
+    eventually("they wait", lambda: len(probe(decode).links.callers) == 3)
     decode.close()
     for thread in waiting:
         thread.join(WAIT_S)

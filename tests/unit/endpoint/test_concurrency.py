@@ -229,7 +229,7 @@ def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_wa
 
 def kept(requests: Requests, room: int) -> int:
     """Chunks of a room that wait for a decode rank to open it."""
-    return probe(requests.prefill.endpoints[0]).table.rooms[room]._machine.waiting_chunks
+    return probe(requests.prefill.endpoints[0]).table.rooms[room].machine.waiting_chunks
 
 
 class Hops(Actor):
@@ -263,7 +263,7 @@ def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
         for actor in actors:
             for _ in range(20):
                 actor.post(None)
-        eventually("all is done", lambda *each: not any(one._events for one in each), *actors)
+        eventually("all is done", lambda *each: not any(one.events for one in each), *actors)
         before = tries
         eventually("the worker looked again", lambda before: tries > before + 1, before)
     stop.set()
@@ -380,16 +380,16 @@ def test_what_is_handed_in_wakes_nobody_until_a_waker_does(takers: Callable[...,
     run_queue = RunQueue()
     actor = Records(run_queue)
     takers(run_queue, None)
-    eventually("it sleeps", lambda: run_queue._waiting)
+    eventually("it sleeps", lambda: run_queue.waiting)
     run_queue.hand_in(actor, "event")
     time.sleep(0.02)
     assert actor.handled == []
     run_queue.rouse()
     eventually("it was handled", lambda: actor.handled == ["event"])
-    eventually("it sleeps again", lambda: run_queue._waiting)
+    eventually("it sleeps again", lambda: run_queue.waiting)
     run_queue.rouse()
     time.sleep(0.01)
-    assert len(run_queue._waiting) == 1, "nothing was handed in, so nobody was woken"
+    assert len(run_queue.waiting) == 1, "nothing was handed in, so nobody was woken"
 
 
 def test_who_looks_at_writes_finds_what_is_handed_in_without_a_waker(takers: Callable[..., threading.Thread]):
@@ -451,7 +451,7 @@ def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Ca
     takers(run_queue, None)
     for round_number in range(3):
         actor = Records(run_queue)
-        eventually("the taker sleeps", lambda: run_queue._waiting)
+        eventually("the taker sleeps", lambda: run_queue.waiting)
         eventually("it rests", lambda: waker.is_resting)
         before = looks
         time.sleep(0.02)
@@ -475,10 +475,10 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     for sender in senders:
         sender.submit(np.arange(1), last=True)
         decode.open(1000 + sender.room, np.arange(1), engine=requests.prefill.name)
-    eventually("all were taken", lambda: all(room._handled_chunks for room in probe(prefill).rooms.all()))
+    eventually("all were taken", lambda: all(room.handled_chunks for room in probe(prefill).rooms.all()))
     eventually("all were asked for", lambda: len(probe(prefill).pending) == len(senders))
-    eventually("the waker rests", lambda: probe(prefill).driver._waker.is_resting)
-    probe(prefill).driver._connecting_until = 0.0
+    eventually("the waker rests", lambda: probe(prefill).driver.waker.is_resting)
+    probe(prefill).driver.connecting_until = 0.0
     probe(decode).rooms.last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()
@@ -510,7 +510,7 @@ def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pyte
     requests = pair(SMALL)
     requests.run(0)
     is_submitting, woken = threading.local(), 0
-    right_submit, right_wake = Sender.submit, RunQueue._wake_one
+    right_submit, right_wake = Sender.submit, RunQueue.wake_one
 
     def submit(sender: Sender, *args: Any, **named: Any) -> None:
         is_submitting.now = True
@@ -524,7 +524,7 @@ def test_submit_wakes_no_thread(pair: Callable[..., Requests], monkeypatch: pyte
         right_wake(run_queue)
 
     monkeypatch.setattr(Sender, "submit", submit)
-    monkeypatch.setattr(RunQueue, "_wake_one", wake_one)
+    monkeypatch.setattr(RunQueue, "wake_one", wake_one)
     for room in range(1, 6):
         requests.run(room, 6, cuts=(1, 4))
     assert woken

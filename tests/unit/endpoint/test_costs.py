@@ -64,10 +64,10 @@ def test_a_decode_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_t
         decode = cluster(decode_rooms=rooms).decoders[0]
         driver = probe(decode).driver
         now = probe(decode).now
-        driver._next_ping_at = now + 1
-        tick = steps_of(partial(driver._tick, now))
-        driver._next_ping_at = now
-        taken[rooms] = tick, steps_of(partial(driver._tick, now))
+        driver.next_ping_at = now + 1
+        tick = steps_of(partial(driver.tick, now))
+        driver.next_ping_at = now
+        taken[rooms] = tick, steps_of(partial(driver.tick, now))
     assert taken[10] == taken[1_000]
 
 
@@ -77,7 +77,7 @@ def test_a_prefill_ranks_tick_takes_as_many_steps_with_a_thousand_rooms_as_with_
     for rooms in (10, 1_000):
         prefill = cluster(prefill_rooms=rooms, decode_rooms=rooms).prefillers[0]
         now = probe(prefill).now
-        taken[rooms] = steps_of(partial(probe(prefill).driver._tick, now, longest_wait_s=1.0))
+        taken[rooms] = steps_of(partial(probe(prefill).driver.tick, now, longest_wait_s=1.0))
     assert taken[10] == taken[1_000]
 
 
@@ -91,7 +91,7 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
         assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name
         channel.arrived.append(codec.encode(messages.Pong(endpoint=endpoint, attached=True)))
-        taken[ranks] = steps_of(partial(driver._receive, channel, made.now))
+        taken[ranks] = steps_of(partial(driver.receive, channel, made.now))
         assert not link.is_given_up
     assert taken[2] == taken[50]
 
@@ -105,7 +105,7 @@ def test_a_thousand_engines_that_never_come_cost_as_much_each_as_a_hundred():
         made.round()
         made.now += decode.settings.bootstrap_timeout_s + 1
         driver = probe(decode).driver
-        taken[count] = steps_of(partial(driver._tick, made.now)) / count
+        taken[count] = steps_of(partial(driver.tick, made.now)) / count
         assert all(each.state is TransferState.FAILED for each in waiting)
     assert taken[1_000] < 1.1 * taken[100]
 
@@ -121,7 +121,7 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
     posted: list[int] = []
     for each in (room, other):
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
-    probe(prefill).driver._give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    probe(prefill).driver.give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]
 
 

@@ -227,7 +227,7 @@ def test_times_cannot_be_negative(requests: Requests):
 def test_draining_does_not_wait_for_the_registry(engines: Callable[..., Engines]):
     """An engine's scheduler calls it."""
     prefill = engines().prefill(Model()).endpoints[0]
-    registry = probe(prefill).registration._client
+    registry = probe(prefill).registration.client
     goes_on = threading.Event()
     register = registry.register
 

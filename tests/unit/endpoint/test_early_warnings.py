@@ -137,10 +137,10 @@ def test_an_engine_for_which_no_room_waits_is_not_said_to_be_missed(
     def look_up(now: float) -> None:
         links.to(LinkKey(name, 0), now + 60)
 
-    links._context.submit(look_up)
+    links.context.submit(look_up)
     eventually("it was looked up", lambda: any(peer.problem for peer in decode.status().peers))
     assert not caplog.messages
-    links._context.submit(lambda now: links.fail(links.current[0], PROBLEM, now))
+    links.context.submit(lambda now: links.fail(links.current[0], PROBLEM, now))
     eventually("it was given up", lambda: not links.current)
     assert not caplog.messages
     receiver = decode.open(1, [0], engine=name)

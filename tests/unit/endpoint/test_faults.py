@@ -331,7 +331,7 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
     probe(endpoint).driver.send(
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
-    probe(endpoint).driver._give_up(decode_name(requests), PeerDisconnectedError("planted"))
+    probe(endpoint).driver.give_up(decode_name(requests), PeerDisconnectedError("planted"))
     eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(2)
     assert not waits, "it has waited for that write"
@@ -533,9 +533,9 @@ def test_rooms_that_failed_alone_are_forgotten_in_time(pair: Callable[..., Reque
     for room in range(20):
         endpoint.open(room).abort("never mind")
         eventually("it is over", lambda: endpoint.open_rooms == 0)
-    assert len(probe(endpoint).table._failed_alone) == 5, "no more than max_rooms are kept"
+    assert len(probe(endpoint).table.failed_alone) == 5, "no more than max_rooms are kept"
     keeper = endpoint.open(99)
-    eventually("they are forgotten", lambda: not probe(endpoint).table._failed_alone)
+    eventually("they are forgotten", lambda: not probe(endpoint).table.failed_alone)
     keeper.abort()
 
 

@@ -631,7 +631,7 @@ def test_lists_of_single_tokens_are_made_once_and_only_when_needed(pair: Callabl
     assert made == ["", name] * 2
     attachment = probe(requests.prefill.endpoints[0]).ranks.attachment(name)
     assert attachment is not None
-    assert set(attachment._prepared) == {Unit.WHOLE, Unit.TOKEN}
+    assert set(attachment.prepared) == {Unit.WHOLE, Unit.TOKEN}
     assert sum(len(lists) for lists in transport._lists.values()) == 4
 
 

@@ -664,7 +664,7 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     requests.connect()
     endpoint, pool = requests.prefill.endpoints[0], requests.decode.pools[0]
     opens: list[tuple[str, bytes]] = []
-    receive = probe(endpoint).driver._receive
+    receive = probe(endpoint).driver.receive
 
     def note(identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data)
@@ -673,19 +673,19 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
             opens.append((identity, data))
         receive(identity, data, now)
 
-    monkeypatch.setattr(probe(endpoint).driver, "_receive", note)
+    monkeypatch.setattr(probe(endpoint).driver, "receive", note)
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
     requests.submit(first)
     first.wait()
     ((identity, message),) = opens
-    probe(endpoint).table._over.clear()  # as after so many other rooms: it is the channel that must notice
+    probe(endpoint).table.over.clear()  # as after so many other rooms: it is the channel that must notice
     pool.wipe_pages(first.destination_pages[0])
     second = requests.new(1)
     requests.open_prefill(second)
     requests.submit(second)
-    probe(endpoint).driver._receive_one(identity, message, probe(endpoint).now)
+    probe(endpoint).driver.receive_one(identity, message, probe(endpoint).now)
     with pytest.raises(TransferTimeoutError, match="opened it within"):
         second.senders[0].wait(WAIT_S)
     assert pool.touched_bytes(first.destination_pages[0]) == 0
@@ -706,8 +706,8 @@ def test_a_close_message_through_an_old_connection_ends_no_new_one(
     closed = threading.Event()
 
     def close(now: float) -> None:
-        driver.rooms.links._next_attempt()  # of a link that is still looked up
-        driver.rooms.links.connections._close(address)
+        driver.rooms.links.next_attempt()  # of a link that is still looked up
+        driver.rooms.links.connections.hang_up(address)
         closed.set()
 
     driver.context.submit(close)
@@ -724,7 +724,7 @@ def test_a_ring_that_a_living_rank_was_lost_with_is_given_up_for_a_new_one(pair:
     driver.context.submit(lambda now: driver.rooms.links.fail(lost, PeerDisconnectedError("its queue was full"), now))
     eventually("it was lost", lambda: lost not in driver.rooms.links.current)
     eventually("it is connected anew", lambda: [link.state for link in driver.rooms.links.current] == [LinkState.READY])
-    eventually("nobody is in doubt", lambda: len(driver.rooms.links.quarantine._lost) == 0)
+    eventually("nobody is in doubt", lambda: len(driver.rooms.links.quarantine.lost) == 0)
     eventually("the old connections are closed", lambda: not driver.rooms.links.retired)
 
 

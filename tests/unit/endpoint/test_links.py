@@ -54,14 +54,14 @@ QUICK = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.0}
 def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
     """Stops a prefill rank's control thread, as if the process hung, until the event is set."""
     endpoint, go_on, stopped = engine.endpoints[rank], threading.Event(), threading.Event()
-    receive = probe(endpoint).driver._channel.receive
+    receive = probe(endpoint).driver.channel.receive
 
     def frozen() -> Any:
         stopped.set()
         go_on.wait(60)
         return receive()
 
-    probe(endpoint).driver._channel.receive = frozen  # type: ignore[method-assign]
+    probe(endpoint).driver.channel.receive = frozen  # type: ignore[method-assign]
     probe(endpoint).driver.wake()
     assert stopped.wait(WAIT_S)
     return go_on
@@ -285,7 +285,7 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
     driver = probe(requests.prefill.endpoints[0]).driver
-    driver._welcome = msgspec.structs.replace(driver._welcome, transport="carrier pigeon")
+    driver.welcome = msgspec.structs.replace(driver.welcome, transport="carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
 
@@ -309,8 +309,8 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
     other = TokenShare(interleaved(2), 1)
     if side == "prefill":
         driver = probe(requests.prefill.endpoints[0]).driver
-        layout = msgspec.structs.replace(driver._welcome.layout, tokens=other)
-        driver._welcome = msgspec.structs.replace(driver._welcome, layout=layout)
+        layout = msgspec.structs.replace(driver.welcome.layout, tokens=other)
+        driver.welcome = msgspec.structs.replace(driver.welcome, layout=layout)
     else:
         identity = probe(requests.decode.endpoints[0]).context.identity
         object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))
@@ -521,7 +521,7 @@ def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it
     (prefill,) = requests.prefill.endpoints
     (peer,) = probe(prefill).peers
     assert peer.attachment is not None
-    probe(prefill).driver._write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
+    probe(prefill).driver.write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
     eventually("it was given up", lambda: not probe(prefill).peers)
     lost = requests.new(2)
     requests.open_decode(lost)
@@ -562,7 +562,7 @@ def test_a_room_that_a_decode_rank_opened_early_and_has_given_up_ends_on_the_pre
     else:
         (peer,) = probe(prefill).peers
         assert peer.attachment is not None
-        probe(prefill).driver._write_failed(peer.attachment, error)
+        probe(prefill).driver.write_failed(peer.attachment, error)
         eventually("it was given up", lambda: peer not in probe(prefill).peers)
     if not comes_late:
         requests.open_prefill(early)
@@ -586,7 +586,7 @@ def test_a_room_that_both_sides_have_open_ends_when_its_decode_rank_connects_ane
     requests.open_prefill(request)
     eventually("both have it open", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
     (link,) = links.current
-    links._context.submit(lambda now: links.fail(link, error, now))
+    links.context.submit(lambda now: links.fail(link, error, now))
     with pytest.raises(TransferFailedError, match="the test wants it so"):
         request.receivers[0].wait(WAIT_S)
     requests.connect()

@@ -170,7 +170,7 @@ def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     requests.connect()
     eventually("both are heard", lambda: not status_of(prefill).silent_peers)
-    probe(decode).driver._next_ping_at = float("inf")  # as if it had stopped
+    probe(decode).driver.next_ping_at = float("inf")  # as if it had stopped
     name = decode.transport.endpoint_name
     eventually("it is noticed", lambda: [peer.name for peer in status_of(prefill).silent_peers] == [name])
     assert metrics_of(prefill)["peer_silent_seconds", name] > 0.8
@@ -181,7 +181,7 @@ def test_silent_peers_are_named(watched: Callable[..., Requests], caplog: pytest
 
     eventually("the log names it", lambda: any(f"decode rank {name} has been silent for" in each for each in lines()))
     assert len([each for each in lines() if "silent" in each]) == 1, "once"
-    probe(decode).driver._next_ping_at = 0.0
+    probe(decode).driver.next_ping_at = 0.0
     eventually("it is back", lambda: not status_of(prefill).silent_peers)
 
 
@@ -189,7 +189,7 @@ def test_health_says_what_is_wrong(engines: Callable[..., Engines]):
     both = engines(observe_port=0)
     decode = both.decode(ATTENTION).endpoints[0]
     assert httpx.get(f"{decode.observe_url}/health").status_code == 200
-    probe(decode).driver._is_stopping.set()
+    probe(decode).driver.is_stopping.set()
     eventually("a thread has ended", lambda: not decode.is_healthy)
     assert httpx.get(f"{decode.observe_url}/health").status_code == 503
     assert metrics_of(decode)["healthy",] == 0

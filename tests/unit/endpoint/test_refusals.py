@@ -55,7 +55,7 @@ def wait_told(*endpoints: DecodeEndpoint) -> None:
         assert is_taken.wait(WAIT_S)
     eventually(
         "all was told",
-        lambda: not any(probe(each).rooms.refusals._refusals or probe(each).links.retired for each in endpoints),
+        lambda: not any(probe(each).rooms.refusals.unheard or probe(each).links.retired for each in endpoints),
     )
 
 
@@ -149,8 +149,8 @@ def test_a_refusal_is_kept_no_longer_than_an_open_request_is(pair: Callable[...,
     decode.refuse(1, "no memory", engine=requests.prefill.name)
     wait_told(decode)
     table = probe(requests.prefill.endpoints[0]).table
-    assert len(table._refusals) == 1
-    eventually("it was forgotten", lambda: not len(table._refusals))
+    assert len(table.refusals) == 1
+    eventually("it was forgotten", lambda: not len(table.refusals))
     requests.run(1)
 
 

@@ -111,7 +111,7 @@ def test_a_message_of_a_type_that_a_decode_rank_does_not_know_leaves_the_link_as
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
     link = probe(decode).links.current[0]
     body = msgspec.msgpack.encode(RoomApplauded(room=7))
-    channel = probe(prefill).ranks.channels._to(decode.transport.endpoint_name)
+    channel = probe(prefill).ranks.channels.channel_to(decode.transport.endpoint_name)
     with caplog.at_level(logging.WARNING):
         probe(prefill).driver.send(decode.transport.endpoint_name, RoomApplauded(room=7))  # type: ignore[arg-type]
         for numbered in channel.send(msgspec.Raw(body)):

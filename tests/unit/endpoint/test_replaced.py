@@ -120,7 +120,7 @@ def test_a_decode_rank_that_finds_a_replaced_rank_is_refused_with_the_reason(sce
     older = its.prefill()
     newer = its.prefill()
     eventually("the older knows", lambda: probe(older).rooms.replaced)
-    stale = probe(older).registration._rank
+    stale = probe(older).registration.rank
     assert stale is not None
     view = probe(its.decode).registry.engine(its.engine)
     probe(its.decode).registry.engine = lambda name: type(view)(  # type: ignore[method-assign]

@@ -92,9 +92,9 @@ def test_nothing_is_left_of_rooms_that_are_over(
     for room in range(5):
         requests.run(room)
     for endpoint in (requests.prefill.endpoints[0], requests.decode.endpoints[0]):
-        (observer,) = [each.__self__ for each in probe(endpoint).telemetry.observer._requested]  # type: ignore[attr-defined]
+        (observer,) = [each.__self__ for each in probe(endpoint).telemetry.observer.told_of_requests]  # type: ignore[attr-defined]
         assert isinstance(observer, spans_module.Spans)
-        eventually("none is kept", lambda at=observer: not at._receiving and not at._sending)
+        eventually("none is kept", lambda at=observer: not at.receiving and not at.sending)
 
 
 def test_nothing_travels_unless_it_is_asked_for(pair: Callable[..., Requests]):

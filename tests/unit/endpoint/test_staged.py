@@ -339,7 +339,7 @@ def test_a_pool_with_too_many_descriptors_is_served_through_staging_memory(
     assert "runs a page of the source" in caplog.text
     assert "can only go through staging memory" in caplog.text
     links = probe(requests.decode.endpoints[0]).links.current
-    assert [rank.only_staged for link in links for rank in link._ranks.values()] == [True, True]
+    assert [rank.only_staged for link in links for rank in link.ranks.values()] == [True, True]
 
 
 def test_only_parts_of_pages_are_where_single_tokens_are_too_many(

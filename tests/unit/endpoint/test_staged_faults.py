@@ -45,10 +45,10 @@ def test_two_that_ask_for_more_memory_at_once_do_not_get_more_than_there_may_be(
 
     def ask_again() -> None:
         transport.on_register = None
-        second.append(staging._more_memory())
+        second.append(staging.more_memory())
 
     transport.on_register = ask_again
-    assert staging._more_memory() is not None
+    assert staging.more_memory() is not None
     assert second == [None]
 
 
@@ -60,7 +60,7 @@ def test_a_prefill_rank_that_refuses_again_and_again_takes_no_more_memory(engine
         with pytest.raises(IncompatiblePeerError, match="path"):
             Requests(refuses, decode).connect()
     Requests(serves, decode).run(1)
-    assert probe(decode.endpoints[0]).context.staging._taken_bytes == 2 << 20, "a ring for each of the two"
+    assert probe(decode.endpoints[0]).context.staging.taken_bytes == 2 << 20, "a ring for each of the two"
 
 
 @pytest.mark.parametrize("after_failure", [False, True])
@@ -81,10 +81,10 @@ def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_bee
 
     def take(now: float) -> None:
         driver.rooms.arrivals.span_released(released)
-        positions.append(ring._reading.position)
+        positions.append(ring.reading.position)
 
     driver.context.submit(take)
     eventually("it has come", lambda: positions)
     assert positions == [0 if after_failure else 64]
-    eventually("it is given back", lambda: ring._reading.position == 64)
+    eventually("it is given back", lambda: ring.reading.position == 64)
     assert (time.monotonic() - began_at > 0.35) is after_failure

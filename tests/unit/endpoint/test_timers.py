@@ -68,4 +68,4 @@ def test_what_was_taken_out_or_moved_takes_no_memory():
     for moved in range(10_000):
         timers.set(1, 1e6 - moved)
     assert len(timers) == 1
-    assert len(timers._queue) < 200
+    assert len(timers.queue) < 200

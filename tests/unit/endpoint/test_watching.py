@@ -81,12 +81,12 @@ class TestKeeper:
         with keeper:
             eventually("it waits", lambda: registry.changed)
             registry.tell("another")
-            assert not keeper._woken.is_set()
+            assert not keeper.woken.is_set()
             registry.is_away = False
             registry.tell(None)
             assert keeper.registered.wait(PATIENCE_S)
             registry.tell("prefill")
-            assert not keeper._woken.is_set()
+            assert not keeper.woken.is_set()
         assert registry.asked == 2
 
 

@@ -190,5 +190,5 @@ def test_what_has_ended_leaves_nothing_behind():
         writes.look(has_time=True)
     assert transport.released == sorted(handles, key=transport.released.index)
     assert len(transport.released) == 200
-    assert not writes._of_peers
+    assert not writes.of_peers
     assert not writes.look(has_time=True)

@@ -60,7 +60,7 @@ def test_memory_is_bounded():
     busy = BusyTime(most_intervals=8)
     for begin in range(1000):
         assert busy.add(2.0 * begin, 2.0 * begin + 1.0) == 1.0
-        assert len(busy._begins) == len(busy._ends) <= 8
+        assert len(busy.begins) == len(busy.ends) <= 8
 
 
 def test_only_what_is_new_counts():

@@ -91,13 +91,13 @@ def test_what_waits_to_be_counted_is_bounded():
     for _ in range(10_000):
         metrics.submitted([0.001])
         metrics.wrote(1, [WRITE])
-    assert len(metrics._uncounted) < 200
+    assert len(metrics.uncounted) < 200
 
 
 def test_a_caller_that_hands_in_counts_nothing():
     metrics = Metrics(lambda: WELL)
     for _ in range(1000):
         metrics.submitted([0.001])
-    assert len(metrics._uncounted) == 1000
+    assert len(metrics.uncounted) == 1000
     metrics.wrote(1, [WRITE])
-    assert not metrics._uncounted
+    assert not metrics.uncounted

@@ -33,7 +33,7 @@ def test_what_ends_in_the_window_is_there_with_its_phases():
     recorder, found = Recorder(), list[Recorded]()
     thread = threading.Thread(target=lambda: found.append(recorder.record(0.3)))
     thread.start()
-    while not recorder._is_on:
+    while not recorder.is_on:
         time.sleep(0.001)
     assert recorder.record(0.01) is None, "one at a time"
     now = time.monotonic()

@@ -103,7 +103,7 @@ def test_what_a_stranger_takes_back_takes_no_memory():
     there = ReliableChannel(7)
     for number in range(reliable_channel.WINDOW + 1, reliable_channel.WINDOW + 100):
         there.take_back(number)
-    assert not there._taken_back
+    assert not there.taken_back
 
 
 def test_an_acknowledgement_is_owed_after_a_part_of_the_window(monkeypatch: pytest.MonkeyPatch):

@@ -220,7 +220,7 @@ def test_what_is_remembered_is_bounded():
     rooms = table()
     for room in range(REMEMBERED + 100):
         rooms.abort("d0", abort(room=room), now=0.0)
-    assert len(rooms._over) == REMEMBERED
+    assert len(rooms.over) == REMEMBERED
     with pytest.raises(TransferAbortedError):
         rooms.open_request("d0", open_request(room=REMEMBERED + 99), now=0.0)
 
@@ -231,7 +231,7 @@ def test_what_is_remembered_of_wide_rooms_is_bounded():
         room = Room(number, generations={"d0": 7, "d1": 7, "d2": 7})
         rooms.add(room)
         rooms.remove(room, now=0.0)
-    assert len(rooms._over) == 3 * REMEMBERED
+    assert len(rooms.over) == 3 * REMEMBERED
 
 
 def test_who_connects_anew_takes_back_what_nobody_has_opened_yet():

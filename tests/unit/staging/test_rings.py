@@ -271,7 +271,7 @@ class RoomsAtARing(RuleBasedStateMachine):
 
     def can_reserve(self, lines: int) -> bool:
         """By the ring's own count: `tests/unit/protocol/test_credits.py` checks that."""
-        return self.ring._writing.can_reserve(lines * LINE)
+        return self.ring.writing.can_reserve(lines * LINE)
 
     def ask(self, number: int, lines: int) -> None:
         is_first = not self.queue or self.queue[0][0] == number

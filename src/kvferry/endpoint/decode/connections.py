@@ -156,14 +156,14 @@ class Connections:
             if link in line.links or address in named:
                 line.links = [each for each in line.links if each is not link]
                 if not line.links:
-                    self._close(address)
+                    self.hang_up(address)
 
     def close(self) -> None:
         """Closes all. May be called again."""
         for address in list(self.lines):
-            self._close(address)
+            self.hang_up(address)
 
-    def _close(self, address: str) -> None:
+    def hang_up(self, address: str) -> None:
         """Sends a close message and closes the connection."""
         line = self.lines.pop(address)
         detach = messages.Detach(endpoint=self._endpoint, attempt=line.attempt)

@@ -46,6 +46,8 @@ class DecodeDriver(Loop):
     Attributes:
         context: what its parts share.
         rooms: all rooms, and what they rely on.
+        next_ping_at: when heartbeats are next sent.
+        is_stopping: set once the thread is to end.
     """
 
     reads_input = True
@@ -89,8 +91,8 @@ class DecodeDriver(Loop):
         self._connections = self.rooms.links.connections
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
-        self._next_ping_at = 0.0
-        self._is_stopping = threading.Event()
+        self.next_ping_at = 0.0
+        self.is_stopping = threading.Event()
         self._thread = platform.start(self.context.thread_name, self)
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -147,7 +149,7 @@ class DecodeDriver(Loop):
         self.rooms.close()
         # Also rooms whose pages are reusable: prefill ranks may still write into staging memory for them.
         yield lambda: not self.rooms.open, deadline
-        self._is_stopping.set()
+        self.is_stopping.set()
         self.context.end.wake()
         latest = self._now() + THREADS_END_S
         yield lambda: not self._thread.is_alive, latest
@@ -167,10 +169,10 @@ class DecodeDriver(Loop):
     # ---- the thread ---------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        return bool(self.context.inbox) or self._is_stopping.is_set() or self._now() >= self._next_tick_at
+        return bool(self.context.inbox) or self.is_stopping.is_set() or self._now() >= self._next_tick_at
 
     def turn(self, *, may_wait: bool) -> bool:
-        if self._is_stopping.is_set():
+        if self.is_stopping.is_set():
             return False
         ready = self._wait() if may_wait else self.context.end.wait(0)
         now = self._now()
@@ -179,10 +181,10 @@ class DecodeDriver(Loop):
             self.rooms.arrivals.take(now)
         for connection in ready:
             if self._connections.owns(connection):
-                self._receive(connection, now)
+                self.receive(connection, now)
         if now >= self._next_tick_at:
             self._next_tick_at = now + _TICK_S
-            self._tick(now)
+            self.tick(now)
         self.context.staging.send_credits()
         return True
 
@@ -207,7 +209,7 @@ class DecodeDriver(Loop):
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def _receive(self, connection: Connection, now: float) -> None:
+    def receive(self, connection: Connection, now: float) -> None:
         address = connection.address
         received = connection.receive()  # first: to hear of a break may close the connection
         if received:
@@ -249,15 +251,15 @@ class DecodeDriver(Loop):
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
-    def _tick(self, now: float) -> None:
+    def tick(self, now: float) -> None:
         self.callbacks.report()
         self._links.tick(now)
         self.context.settling.look()
         self.rooms.look_at_deadlines(now)
         self.rooms.drain()
         self._links.release_settled_ranks(now)
-        if now >= self._next_ping_at:
-            self._next_ping_at = now + self.context.settings.heartbeat_interval_s
+        if now >= self.next_ping_at:
+            self.next_ping_at = now + self.context.settings.heartbeat_interval_s
             self.rooms.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
             self.rooms.expected.say(now)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken

@@ -80,11 +80,14 @@ class Links:
         refusals: of rooms that will not be opened, which ranks are still to hear of.
         quarantine: ranks that were lost, and may still write.
         is_closed: whether `close` was called: nothing may be looked up or connected any more.
+        context: what the endpoint's parts share.
+        callers: who waits for a link.
+        next_attempt: numbers the attempts to attach.
     """
 
     def __init__(self, context: DecodeContext) -> None:
         """Begins with no link; the first room that asks for an engine makes one."""
-        self._context = context
+        self.context = context
         self._resolver = context.platform.background_executor("kvferry-decode-resolver")
         self._missed = MissedEngines(context.settings.bootstrap_timeout_s)
         self.connections = Connections(context.end, context.identity.endpoint)
@@ -94,11 +97,11 @@ class Links:
         self.rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
         self._current: dict[LinkKey, Link] = {}
         self.retired: list[Link] = []
-        self._callers: list[Caller] = []
+        self.callers: list[Caller] = []
         self.is_closed = False
         self._is_watching = False
         self._overtaken: set[Link] = set()  # whose look-up may have missed a change
-        self._next_attempt = partial(next, itertools.count(1))
+        self.next_attempt = partial(next, itertools.count(1))
 
     # ---- from any thread ----------------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class Links:
     @property
     def are_awaited(self) -> bool:
         """Whether a caller waits for a link to become ready."""
-        return bool(self._callers)
+        return bool(self.callers)
 
     def statuses(self, now: float) -> list[PeerStatus]:
         """Returns the status of every prefill rank that is connected or looked up."""
@@ -137,17 +140,17 @@ class Links:
         except FutureTimeoutError:
             problem = caller.link.problem if caller.link is not None else None
         finally:
-            if caller in self._callers:  # else it was interrupted before
-                self._callers.remove(caller)
+            if caller in self.callers:  # else it was interrupted before
+                self.callers.remove(caller)
         raise TransferTimeoutError(
             f"prefill engine {key.engine!r} was not connected within {timeout_s:g} s; is it running, and "
-            f"registered at the same registry, {self._context.registry.url_for(key.engine)}? {problem or ''}"
+            f"registered at the same registry, {self.context.registry.url_for(key.engine)}? {problem or ''}"
         ) from problem
 
     def connecting(self, key: LinkKey) -> Future[None]:
         """Begins to make a link, unless there is one; see `DecodeEndpoint.connecting`."""
         caller = Caller()
-        caller.ready.add_done_callback(lambda _: self._callers.remove(caller))
+        caller.ready.add_done_callback(lambda _: self.callers.remove(caller))
         self.begin_waiting(caller, key)
         if self.is_closed:
             raise EndpointClosedError("the endpoint was closed")
@@ -155,16 +158,16 @@ class Links:
 
     def begin_waiting(self, caller: Caller, key: LinkKey) -> None:
         """Begins what `wait_ready` waits for."""
-        self._callers.append(caller)
-        self._context.submit(partial(self._take_caller, caller, key))
+        self.callers.append(caller)
+        self.context.submit(partial(self._take_caller, caller, key))
 
     def _take_caller(self, caller: Caller, key: LinkKey, now: float) -> None:
-        caller.link = self.to(key, now + self._context.settings.bootstrap_timeout_s)
+        caller.link = self.to(key, now + self.context.settings.bootstrap_timeout_s)
         if caller.link.state is LinkState.READY:
             caller.ready.set_result(None)
 
     def _waiting(self, link: Link) -> list[Caller]:
-        return [caller for caller in list(self._callers) if caller.link is link and not caller.ready.done()]
+        return [caller for caller in list(self.callers) if caller.link is link and not caller.ready.done()]
 
     # ---- sending ------------------------------------------------------------------------------------------------
 
@@ -189,9 +192,9 @@ class Links:
         if link is None:
             link = self._current[key] = Link(
                 key,
-                self._context.identity,
+                self.context.identity,
                 self._offers,
-                next_attempt=self._next_attempt,
+                next_attempt=self.next_attempt,
                 can_prove_end=self.quarantine.can_prove_end,
                 deadline=deadline,
             )
@@ -202,7 +205,7 @@ class Links:
     def _look_up(self, link: Link) -> None:
         """Looks a link's engine up, once, on the pool."""
         self._resolver.submit(
-            lambda: self._context.submit(partial(self._looked_up, link, *look_up(self._context.registry, link.key)))
+            lambda: self.context.submit(partial(self._looked_up, link, *look_up(self.context.registry, link.key)))
         )
 
     def _is_relied_on(self, link: Link) -> bool:
@@ -225,7 +228,7 @@ class Links:
             link.problem = problem
             if self._is_relied_on(link):
                 self._missed.missed(link.key.engine, problem, now)
-            pause_s = link.next_pause_s(self._context.platform.jitter())
+            pause_s = link.next_pause_s(self.context.platform.jitter())
             if view is not None:
                 pause_s = max(pause_s, view.retry_s)
             link.look_up_at = now if is_overtaken else now + pause_s
@@ -245,7 +248,7 @@ class Links:
         """Has links that wait looked up again as soon as the registry tells of a change, if it is one that does."""
         if not self._is_watching:
             self._is_watching = True
-            self._context.registry.watch(lambda engine: self._context.submit(partial(self._changed, engine)))
+            self.context.registry.watch(lambda engine: self.context.submit(partial(self._changed, engine)))
 
     def _changed(self, engine: str | None, now: float) -> None:
         for link in self._current.values():
@@ -300,7 +303,7 @@ class Links:
 
     def _settled(self, address: str, message: messages.Attached) -> None:
         """Takes a rank for attached: nothing can arrive any more of what its failed writes had sent."""
-        self.received(address, self.connections.behind(address), message, self._context.platform.now())
+        self.received(address, self.connections.behind(address), message, self.context.platform.now())
 
     def take(self, address: str, message: messages.Numbered) -> list[messages.NumberedToDecode]:
         """Takes a numbered message. Returns what counts of it.
@@ -327,8 +330,8 @@ class Links:
 
     def start_over(self, link: Link, now: float) -> None:
         """Looks a link's ranks up again: those that it has may be of an earlier start, and count as lost."""
-        self._context.observer.retried(Retry.CONNECT)
-        self._context.registry.lost(link.key.engine)
+        self.context.observer.retried(Retry.CONNECT)
+        self.context.registry.lost(link.key.engine)
         self.quarantine.add(link.start_over(now), now)
         self.connections.leave(link)
 
@@ -338,9 +341,9 @@ class Links:
             return
         if link.state is LinkState.READY or self._is_relied_on(link):
             log.error("the link to prefill engine %r is down: %s", link.key.engine, error)
-            self._context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
+            self.context.observer.peer_lost(f"{link.key.engine}/dp{link.key.dp_rank}", error)
         del self._current[link.key]
-        self._context.registry.lost(link.key.engine)
+        self.context.registry.lost(link.key.engine)
         link.is_given_up = True
         self.retired.append(link)
         self.quarantine.add(link.peers, now)
@@ -358,7 +361,7 @@ class Links:
                 problem = PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} was closed")
                 self.fail(link, problem, now)
         if after_failure:  # the link was given up: what it may still write to is kept as for any rank that was lost
-            self._context.settling.add(lambda: self._will_not_write(endpoint, self._context.platform.now()))
+            self.context.settling.add(lambda: self._will_not_write(endpoint, self.context.platform.now()))
         else:
             self._will_not_write(endpoint, now)
 
@@ -379,7 +382,7 @@ class Links:
         unused = set(ready) - set(self._with_rooms)
         self.quarantine.keep_for_good({peer.endpoint for link in unused for peer in link.peers})
         self.connections.close()
-        for caller in list(self._callers):
+        for caller in list(self.callers):
             if not caller.ready.done():
                 caller.ready.set_exception(EndpointClosedError("the endpoint was closed"))
 
@@ -399,10 +402,10 @@ class Links:
         for link in [link for link in self._current.values() if link.state is not LinkState.READY]:
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
-                self._context.observer.retried(Retry.LOOK_UP)
+                self.context.observer.retried(Retry.LOOK_UP)
                 self._look_up(link)
             elif now >= link.deadline:
-                self.fail(link, why_not_ready(link, self._context.settings), now)
+                self.fail(link, why_not_ready(link, self.context.settings), now)
 
     # ---- ranks that were lost -----------------------------------------------------------------------------------
 
@@ -420,7 +423,7 @@ class Links:
         # The rank in its place may know what became of it; a rank that lives gives its old ring up for a new one.
         for link in self.retired:
             if link.key not in self._current and any(link.rank_of(endpoint) is not None for endpoint in doubtful):
-                self.to(link.key, now + self._context.settings.bootstrap_timeout_s)
+                self.to(link.key, now + self.context.settings.bootstrap_timeout_s)
 
     def _will_not_write(self, endpoint: str, now: float) -> None:
         """Gives back the rings, and drains the rooms, of a prefill rank that will not write again."""

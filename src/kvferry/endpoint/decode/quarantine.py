@@ -32,13 +32,16 @@ class Quarantine:
     """The prefill ranks that were lost, and the sources of proof that the settings declare.
 
     For the endpoint's thread, where nothing else is said.
+
+    Attributes:
+        lost: ranks that were lost, until they can write no more.
     """
 
     def __init__(self, context: DecodeContext) -> None:
         """Begins with no lost ranks, and asks nobody yet."""
         settings, platform = context.settings, context.platform
         self._context = context
-        self._lost = LostRanks(settle_s=settings.quarantine_s)
+        self.lost = LostRanks(settle_s=settings.quarantine_s)
         # By endpoint the number of its last failed write, and whether all that was sent of it can only have arrived.
         self._failures: OrderedDict[str, tuple[int, bool]] = OrderedDict()
         # Where a death does not end the transport's writes, nothing proves that they have ended.
@@ -71,7 +74,7 @@ class Quarantine:
                 frees=self._reach.how(lost.process, endpoint) if lost.proof is None else (),
                 problem=self._problem if lost.proof is None else "",
             )
-            for endpoint, lost in self._lost.all
+            for endpoint, lost in self.lost.all
         ]
 
     # ---- who is in it -------------------------------------------------------------------------------------------
@@ -79,22 +82,22 @@ class Quarantine:
     def add(self, peers: Iterable[Welcome], now: float) -> None:
         """Records that ranks are lost: they may write until they connect anew, or have ended."""
         for peer in peers:
-            self._lost.add(peer.endpoint, peer.process, now)
+            self.lost.add(peer.endpoint, peer.process, now)
 
     def connected(self, peer: Welcome) -> None:
         """Forgets a rank that was found again, and learns where its pod runs: its object may be missing later."""
-        self._lost.discard(peer.endpoint)
+        self.lost.discard(peer.endpoint)
         if self._orchestrator is not None and peer.process.pod is not None:
             self._background.submit(partial(self._learn, peer.process.pod))
 
     def release(self, endpoint: str) -> None:
         """Gives back the rings of a rank that will not write again."""
-        self._lost.discard(endpoint)
+        self.lost.discard(endpoint)
         self._context.staging.closed(endpoint)
 
     def has_ring_of(self, link: Link) -> bool:
         """Whether a lost rank may still write into staging memory; its close message may yet come."""
-        return any(peer.endpoint in self._context.staging.rings and peer.endpoint in self._lost for peer in link.peers)
+        return any(peer.endpoint in self._context.staging.rings and peer.endpoint in self.lost for peer in link.peers)
 
     def keep_for_good(self, settled: Collection[str]) -> None:
         """Keeps staging memory for good that a rank may still write to: nothing here could stop that.
@@ -138,18 +141,18 @@ class Quarantine:
     def gone(self, process: ProcessIdentity) -> None:
         """Takes a rank's word that a process on its machine has ended."""
         if Proof.RANK in self._reach.declared:
-            self._lost.look(lambda each: each == process, Proof.RANK)
+            self.lost.look(lambda each: each == process, Proof.RANK)
 
     def ended(self, endpoint: str, proof: Proof) -> None:
         """Takes a proof that a lost rank has ended; what it might have written to is given back a while later."""
         log.warning("prefill endpoint %s has ended, proof: %s", endpoint, proof.value)
-        self._lost.ended(endpoint, proof)
+        self.lost.ended(endpoint, proof)
 
     def take_word(self, endpoint: str) -> None:
         """Takes an operator's word that a lost rank has ended; raises as `DecodeEndpoint.release`. From any thread."""
         if Proof.OPERATOR not in self._context.settings.proofs:
             raise UsageError("an operator's word does not count here: add operator to end_proofs (KVFERRY_END_PROOFS)")
-        lost = [each for each, _ in self._lost.all]
+        lost = [each for each, _ in self.lost.all]
         if endpoint not in lost:
             raise UsageError(f"nothing here waits for the end of {endpoint!r}; lost are: {', '.join(lost) or 'none'}")
         self._context.submit(lambda _: self.ended(endpoint, Proof.OPERATOR))
@@ -160,12 +163,12 @@ class Quarantine:
         Args:
             with_rooms: the links to ranks that may write to pages. Who may write to no memory is forgotten, too.
         """
-        if not len(self._lost):
+        if not len(self.lost):
             return []
         at_stake = {peer.endpoint for link in with_rooms for peer in link.peers}
-        self._lost.keep_only(at_stake | self._context.staging.writers)
-        self._lost.look(self.is_gone, Proof.PROCESS)
-        return self._lost.take_settled(now)
+        self.lost.keep_only(at_stake | self._context.staging.writers)
+        self.lost.look(self.is_gone, Proof.PROCESS)
+        return self.lost.take_settled(now)
 
     def ask(self) -> tuple[list[str], list[ProcessIdentity]]:
         """Asks about ranks that may still run, unless the last round is under way. Returns at once.
@@ -173,7 +176,7 @@ class Quarantine:
         Returns:
             Their endpoints, and the processes that other ranks are to be asked about.
         """
-        doubtful = self._lost.doubtful
+        doubtful = self.lost.doubtful
         needs_somebody = self._orchestrator is not None or Proof.OPERATOR in self._reach.declared
         if doubtful and needs_somebody and not self._is_asking:
             self._is_asking = True

@@ -93,14 +93,18 @@ class Refusal:
 
 
 class Refusals:
-    """The refusals of a decode endpoint that some prefill rank may not know of."""
+    """The refusals of a decode endpoint that some prefill rank may not know of.
+
+    Attributes:
+        unheard: those refusals, by room.
+    """
 
     def __init__(self, context: DecodeContext, connections: Connections) -> None:
         """Begins with none."""
         self._identity = context.identity
         self._connections = connections
         self._settings = context.settings
-        self._refusals: dict[int, Refusal] = {}  # by room, the oldest first
+        self.unheard: dict[int, Refusal] = {}  # by room, the oldest first
         self._count_of: Counter[Link] = Counter()  # the same, counted by link
 
     def are_told_through(self, link: Link) -> bool:
@@ -128,15 +132,15 @@ class Refusals:
             again=Repetition.begun(now, self._settings, keep_s=self._settings.bootstrap_timeout_s),
         )
         self.forget(room)  # the latest is what counts
-        self._refusals[room] = refusal
+        self.unheard[room] = refusal
         self._count_of[link] += 1
-        while len(self._refusals) > self._settings.max_rooms:  # the oldest are dropped
-            self.forget(next(iter(self._refusals)))
+        while len(self.unheard) > self._settings.max_rooms:  # the oldest are dropped
+            self.forget(next(iter(self.unheard)))
         self._tell(refusal)
 
     def link_looked_up(self, link: Link) -> None:
         """Tells ranks that have just been found what was refused before."""
-        for refusal in self._refusals.values():
+        for refusal in self.unheard.values():
             if refusal.link is link:
                 self._tell(refusal)
 
@@ -146,7 +150,7 @@ class Refusals:
         Args:
             at_once: whether to tell them now: a connection broke, and may have lost it.
         """
-        for room, refusal in list(self._refusals.items()):
+        for room, refusal in list(self.unheard.items()):
             if now >= refusal.again.until:
                 self.forget(room)
             elif refusal.again.is_due(now, at_once=at_once):
@@ -154,7 +158,7 @@ class Refusals:
 
     def forget(self, room: int) -> None:
         """Stops telling that a room was refused: all know, or its number is used again."""
-        refusal = self._refusals.pop(room, None)
+        refusal = self.unheard.pop(room, None)
         if refusal is not None:
             self._count_of[refusal.link] -= 1
             if not self._count_of[refusal.link]:
@@ -162,7 +166,7 @@ class Refusals:
 
     def take_answer(self, address: str, message: messages.Drained) -> bool:
         """Handles a prefill rank's answer. Returns whether it was the last one that a link waited for."""
-        refusal = self._refusals.get(message.room)
+        refusal = self.unheard.get(message.room)
         if refusal is None or refusal.generation != message.generation:
             return False
         ranks = {each.engine_rank: each.control_address for each in refusal.link.registrations}

@@ -66,6 +66,11 @@ class Admission:
     """Admits direct writes of one prefill rank. Every method may be called from any thread.
 
     More bytes than a bound are admitted alone.
+
+    Attributes:
+        lanes: what was admitted and what waits, by receiver.
+        counted: bytes on their way, but for those to receivers that stand still.
+        ready: receivers whose next write fits, and by when they came.
     """
 
     def __init__(
@@ -86,25 +91,25 @@ class Admission:
         self._now = now
         # Guards all of it: rooms ask on several workers, and writes end on any.
         self._lock = threading.Lock()
-        self._lanes: dict[str, _Lane] = {}
-        self._counted = 0  # bytes on their way, but for those to receivers that stand still
+        self.lanes: dict[str, _Lane] = {}
+        self.counted = 0  # bytes on their way, but for those to receivers that stand still
         self._moved_at = now()
         self._awake = TimeAwake(stalls_after_s)
         self._turns = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
-        self._ready: list[tuple[int, str]] = []
+        self.ready: list[tuple[int, str]] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes that are on their way."""
         with self._lock:
-            return sum(lane.num_bytes for lane in self._lanes.values())
+            return sum(lane.num_bytes for lane in self.lanes.values())
 
     @property
     def num_waiting(self) -> int:
         """How many wait."""
         with self._lock:
-            return sum(len(lane.waiting) for lane in self._lanes.values())
+            return sum(len(lane.waiting) for lane in self.lanes.values())
 
     def moved_at(self, receiver: str) -> float | None:
         """Returns when something last got on that writes to a receiver wait for; None if they wait for nothing here.
@@ -112,7 +117,7 @@ class Admission:
         That is another write to it; or any write at all, if only the bound for all keeps the first in line waiting.
         """
         with self._lock:
-            lane = self._lanes.get(receiver)
+            lane = self.lanes.get(receiver)
             if lane is None:
                 return None
             first = lane.first()
@@ -121,8 +126,8 @@ class Admission:
     def admit(self, receiver: str, num_bytes: int, applicant: Applicant) -> Admitted | None:
         """Admits a write; None if it must wait: the applicant gets its leave when it is its turn, or `withdraw`s."""
         with self._lock:
-            lane = self._lanes.setdefault(receiver, _Lane())
-            if not lane.waiting and not self._ready and self._fits_lane(lane, num_bytes) and self._fits_all(num_bytes):
+            lane = self.lanes.setdefault(receiver, _Lane())
+            if not lane.waiting and not self.ready and self._fits_lane(lane, num_bytes) and self._fits_all(num_bytes):
                 return self._admitted(receiver, lane, num_bytes)
             lane.waiting[applicant] = next(self._turns), num_bytes
             if len(lane.waiting) == 1:
@@ -132,7 +137,7 @@ class Admission:
     def withdraw(self, receiver: str, applicant: Applicant) -> None:
         """Ends a wait. Whoever does not wait is ignored."""
         with self._lock:
-            lane = self._lanes.get(receiver)
+            lane = self.lanes.get(receiver)
             if lane is None or applicant not in lane.waiting:
                 return
             first = lane.first()
@@ -147,15 +152,15 @@ class Admission:
     def give_back(self, admitted: Admitted) -> None:
         """Takes back a leave: the write has ended, or was not posted."""
         with self._lock:
-            lane = self._lanes[admitted.receiver]
+            lane = self.lanes[admitted.receiver]
             lane.moved_at = self._moved_at = self._now()
             lane.still_s = 0.0
             lane.num_bytes -= admitted.num_bytes
             if lane.stands_still:
                 lane.stands_still = False
-                self._counted += lane.num_bytes
+                self.counted += lane.num_bytes
             else:
-                self._counted -= admitted.num_bytes
+                self.counted -= admitted.num_bytes
             self._line_up(admitted.receiver, lane)
             self._drop_if_empty(admitted.receiver, lane)
             served = self._serve()
@@ -167,11 +172,11 @@ class Admission:
             now = self._now()
             # Without the time in which this process was frozen, and all receivers would seem to have stood still.
             passed_s = self._awake.passed_s(now)
-            for lane in self._lanes.values():
+            for lane in self.lanes.values():
                 lane.still_s += min(passed_s, now - lane.moved_at)
                 if lane.num_bytes and not lane.stands_still and lane.still_s >= self._stalls_after_s:
                     lane.stands_still = True
-                    self._counted -= lane.num_bytes
+                    self.counted -= lane.num_bytes
             served = self._serve()
         _hand_out(served)
 
@@ -179,7 +184,7 @@ class Admission:
         return not lane.num_bytes or lane.num_bytes + num_bytes <= self._most_bytes_of_one
 
     def _fits_all(self, num_bytes: int) -> bool:
-        return not self._counted or self._counted + num_bytes <= self._most_bytes
+        return not self.counted or self.counted + num_bytes <= self._most_bytes
 
     def _admitted(self, receiver: str, lane: _Lane, num_bytes: int) -> Admitted:
         if not lane.num_bytes:
@@ -187,7 +192,7 @@ class Admission:
             lane.still_s = 0.0
         lane.num_bytes += num_bytes
         if not lane.stands_still:
-            self._counted += num_bytes
+            self.counted += num_bytes
         return Admitted(receiver, num_bytes)
 
     def _line_up(self, receiver: str, lane: _Lane) -> None:
@@ -195,22 +200,22 @@ class Admission:
         first = lane.first()
         if first is not None and first[1] != lane.ready_turn and self._fits_lane(lane, first[2]):
             lane.ready_turn = first[1]
-            heapq.heappush(self._ready, (lane.ready_turn, receiver))
+            heapq.heappush(self.ready, (lane.ready_turn, receiver))
 
     def _serve(self) -> list[tuple[Applicant, Admitted]]:
         """Admits whoever may be admitted now, in the order of their turns."""
         served = []
-        while self._ready:
-            turn, receiver = self._ready[0]
-            lane = self._lanes.get(receiver)
+        while self.ready:
+            turn, receiver = self.ready[0]
+            lane = self.lanes.get(receiver)
             first = lane.first() if lane is not None else None
             if lane is None or first is None or first[1] != turn:
-                heapq.heappop(self._ready)  # stale
+                heapq.heappop(self.ready)  # stale
                 continue
             applicant, _, num_bytes = first
             if not self._fits_all(num_bytes):
                 break
-            heapq.heappop(self._ready)
+            heapq.heappop(self.ready)
             del lane.waiting[applicant]
             served.append((applicant, self._admitted(receiver, lane, num_bytes)))
             self._line_up(receiver, lane)
@@ -218,7 +223,7 @@ class Admission:
 
     def _drop_if_empty(self, receiver: str, lane: _Lane) -> None:
         if not lane.num_bytes and not lane.waiting:
-            del self._lanes[receiver]
+            del self.lanes[receiver]
 
 
 def _hand_out(served: list[tuple[Applicant, Admitted]]) -> None:

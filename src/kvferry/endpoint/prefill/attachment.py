@@ -73,6 +73,7 @@ class Attachment:
         moved_at: when a write to it last ended, or a part of one last arrived, of whichever room.
         spans_kept_until: by when the span of the last staged write that failed should be free: until both sides have
             waited for what was sent of it. Whoever waits for the ring till then cannot blame the receiver.
+        prepared: descriptor lists that were prepared, by unit.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class Attachment:
         self._merged_bytes = merged_bytes
         # Guards the prepared lists: those of single tokens are made by whichever worker first needs them.
         self._prepare_lock = threading.Lock()
-        self._prepared: dict[Unit, PreparedRows] = {}
+        self.prepared: dict[Unit, PreparedRows] = {}
         self._selectors: dict[tuple[Unit, tuple[int, ...], _ChosenLayers], tuple[Selector, ...]] = {}
         # Guards the two below, which several workers use: no list is given back while a write uses it.
         self._lock = threading.Lock()
@@ -145,7 +146,7 @@ class Attachment:
             TransportError: if preparing fails.
         """
         with self._prepare_lock:
-            if unit not in self._prepared:
+            if unit not in self.prepared:
                 rows = self.plan.descriptor_rows(unit)
                 local = self._transport.prepare(rows.source, None)
                 try:
@@ -153,8 +154,8 @@ class Attachment:
                 except BaseException:
                     self._transport.release_list(local)
                     raise
-                self._prepared[unit] = PreparedRows(rows.pieces, local, remote)
-            return self._prepared[unit]
+                self.prepared[unit] = PreparedRows(rows.pieces, local, remote)
+            return self.prepared[unit]
 
     def select(self, unit: Unit, elected: Sequence[ElectedRoute], moves: Sequence[Move]) -> Selected:
         """Selects the descriptors of a write. To be called between `begin_write` and `end_write`; raises as `prepare`.
@@ -201,9 +202,9 @@ class Attachment:
     def release(self) -> None:
         """Gives all lists back and disconnects. No write may be in flight."""
         with self._prepare_lock:
-            for prepared in self._prepared.values():
+            for prepared in self.prepared.values():
                 self._transport.release_list(prepared.local)
-            self._prepared.clear()
+            self.prepared.clear()
             self._selectors.clear()
         self._transport.disconnect(self.receiver)
 

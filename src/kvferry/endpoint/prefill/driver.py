@@ -69,7 +69,12 @@ class PrefillDriver(Loop):
         ranks: decode ranks, and the connections to them.
         admission: says when a direct write may be posted.
         workers: run rooms and connections.
+        waker: wakes them.
         callbacks: calls the caller back.
+        context: what its parts share.
+        channel: to decode ranks.
+        welcome: what a decode rank is answered that connects.
+        connecting_until: as long as a decode rank may be connecting, the transport is looked after more often.
     """
 
     reads_input = True
@@ -105,7 +110,7 @@ class PrefillDriver(Loop):
         self._observer = observer
         self._now = platform.now
         self._registration = registration
-        self._welcome = messages.Welcome(
+        self.welcome = messages.Welcome(
             endpoint=identity.endpoint,
             engine=identity.engine,
             coordinates=identity.coordinates,
@@ -133,7 +138,7 @@ class PrefillDriver(Loop):
             callbacks=self.callbacks,
             now=platform.now,
             send=self.send,
-            write_failed=self._write_failed,
+            write_failed=self.write_failed,
             spoken=SpokenVersions(identity.versions),
         )
         self._outbox: deque[tuple[str, field_types.Message]] = deque()
@@ -142,17 +147,17 @@ class PrefillDriver(Loop):
         self._is_closing_down = False  # rooms are not waited for any more
         self._is_lingering = False  # closed, with writes still in flight
         self._release_error: Exception | None = None
-        self._connecting_until = 0.0
+        self.connecting_until = 0.0
         self._next_tick_at = 0.0
         self._lateness = Lateness()
         of_rank = settings.of_rank(identity.coordinates.engine_rank)
-        self._channel = platform.listen(of_rank)
-        self.port = self._channel.port
+        self.channel = platform.listen(of_rank)
+        self.port = self.channel.port
         host, port = settings.advertise_host or settings.host, of_rank.advertise_port or self.port
         self.control_address = f"tcp://{bracketed(host)}:{port}"
         self._threads: tuple[RunningLoop, ...] = ()
         with contextlib.ExitStack() as undo:
-            undo.callback(self._channel.close)
+            undo.callback(self.channel.close)
             self.workers = WorkerPool(
                 settings.workers,
                 settings.used_queues,
@@ -171,9 +176,9 @@ class PrefillDriver(Loop):
             )
             self.ranks = DecodeRanks(self.context, queue_of=self.workers.queue_of)
             self.rooms = SendingRooms(self.context, self.ranks, self.workers, unasked)
-            self._waker = Waker(self.workers.queues)
-            undo.callback(self._waker.stop)
-            waker = platform.start(f"{name}-waker", self._waker)
+            self.waker = Waker(self.workers.queues)
+            undo.callback(self.waker.stop)
+            waker = platform.start(f"{name}-waker", self.waker)
             self._threads = platform.start(f"{name}-control", self), waker
             undo.pop_all()
 
@@ -223,14 +228,14 @@ class PrefillDriver(Loop):
 
     def _renew(self, reason: str) -> None:
         fingerprint = dict(self.context.identity.fingerprint)
-        self._welcome = msgspec.structs.replace(self._welcome, fingerprint=fingerprint)
+        self.welcome = msgspec.structs.replace(self.welcome, fingerprint=fingerprint)
         self._dismiss_all(reason)
 
     def wake(self) -> None:
         """Lets the control thread have a turn, soon."""
-        self._channel.wake()
+        self.channel.wake()
 
-    def _write_failed(self, attachment: Attachment, error: Exception) -> None:
+    def write_failed(self, attachment: Attachment, error: Exception) -> None:
         """A write failed in a way that only connecting anew mends: the decode rank is given up."""
         self._failed_writes.append((attachment, error))
         self.wake()
@@ -284,10 +289,10 @@ class PrefillDriver(Loop):
             after_failure = receiver in self.context.broken_off
             self.send(receiver, messages.Closed(endpoint=self._identity.endpoint, after_failure=after_failure))
         self._flush()
-        self._waker.stop()
+        self.waker.stop()
         self.callbacks.stop()
         try:
-            self._channel.close()
+            self.channel.close()
             self._transport.close()
         except Exception as error:  # for `close` to raise
             self._release_error = error
@@ -307,31 +312,31 @@ class PrefillDriver(Loop):
 
     def turn(self, *, may_wait: bool) -> bool:
         wait_ms = self._longest_wait_ms()
-        self._channel.wait(wait_ms if may_wait else 0)
+        self.channel.wait(wait_ms if may_wait else 0)
         now = self._now()
         while self._renewals:  # before messages, which may belong to what was compared before
             reason, renewed = self._renewals.popleft()
             self._renew(reason)
             renewed.set()
-        for identity, data in self._channel.receive():
-            self._receive_one(identity, data, now)
+        for identity, data in self.channel.receive():
+            self.receive_one(identity, data, now)
         while self._failed_writes:
             self._connection_broke(*self._failed_writes.popleft())
         self._flush()
         is_due = now >= self._next_tick_at
         if is_due:
             self._next_tick_at = now + _TICK_S
-            self._tick(now, longest_wait_s=wait_ms / 1000)
+            self.tick(now, longest_wait_s=wait_ms / 1000)
         if self._is_closing_down and self._has_closed():
             return False
-        if is_due or now < self._connecting_until:
+        if is_due or now < self.connecting_until:
             # No decode rank sends any, but connections need progress. Last, since rooms must end also where it fails.
             self._transport.take_notifications()
         return True
 
     def _longest_wait_ms(self) -> int:
         """Returns how long the control thread may wait, unless a message or `wake` ends that."""
-        if self._is_closing_down or self._now() < self._connecting_until:
+        if self._is_closing_down or self._now() < self.connecting_until:
             return _CONNECTING_MS
         is_quiet = self.rooms.table.is_quiet and not self.rooms.draining.has_begun
         return _IDLE_MS if is_quiet else _ROOMS_OPEN_MS
@@ -341,7 +346,7 @@ class PrefillDriver(Loop):
             receiver, message = self._outbox.popleft()
             try:
                 for each in self.ranks.channels.outgoing(receiver, message):
-                    self._channel.send(receiver, self.context.encoded(receiver, each))
+                    self.channel.send(receiver, self.context.encoded(receiver, each))
             except KVFerryError as error:
                 # A closed endpoint misses neither a close message nor the answer to a heartbeat, and what has a number
                 # is sent again.
@@ -349,15 +354,15 @@ class PrefillDriver(Loop):
                 level = logging.DEBUG if is_moot else logging.WARNING
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 
-    def _receive_one(self, identity: str, data: bytes, now: float) -> None:
+    def receive_one(self, identity: str, data: bytes, now: float) -> None:
         try:
-            self._receive(identity, data, now)
+            self.receive(identity, data, now)
         except (MessageError, VersionError) as error:
             log.warning("dropped a message from %s: %s", identity, error)
         except BaseException:
             log.exception("a message from %s met an unexpected error; the others go on", identity)
 
-    def _receive(self, identity: str, data: bytes, now: float) -> None:
+    def receive(self, identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data, self._identity.versions)
         self.context.spoken.record(identity, codec.version_of(data))
         peer = self.ranks.peer(identity)
@@ -367,7 +372,7 @@ class PrefillDriver(Loop):
             case messages.Hello() if self._is_lingering:
                 pass  # the decode rank looks the engine up again, and may find a successor
             case messages.Hello():
-                self.send(identity, self._welcome)
+                self.send(identity, self.welcome)
             case messages.Attach():
                 self._attach(identity, message)
             case messages.Detach() if peer is not None and peer.attempt > message.attempt:
@@ -381,7 +386,7 @@ class PrefillDriver(Loop):
                 for answer in self.ranks.channels.answer(identity, message):
                     self.send(identity, answer)
             case messages.Numbered():
-                self._take_numbered(identity, message)
+                self.take_numbered(identity, message)
             case messages.IsGone(process):
                 if self._platform.is_gone(process):
                     self.send(identity, messages.Gone(process=process))
@@ -394,7 +399,7 @@ class PrefillDriver(Loop):
                 if self.ranks.is_attached(identity):
                     self.rooms.expected(rooms, now)
 
-    def _take_numbered(self, identity: str, message: messages.Numbered) -> None:
+    def take_numbered(self, identity: str, message: messages.Numbered) -> None:
         taken = self.ranks.channels.take(identity, message)
         if taken is None:
             # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
@@ -426,7 +431,7 @@ class PrefillDriver(Loop):
         problem = self._why_not_attached(identity, message)
         if problem is None:
             now = self._now()
-            self._connecting_until = now + _CONNECTING_S
+            self.connecting_until = now + _CONNECTING_S
             if self.ranks.attach(message, now):
                 self.rooms.attached(identity, DecodeRank(message.engine, message.coordinates))
             return
@@ -447,9 +452,9 @@ class PrefillDriver(Loop):
     def _connection_broke(self, attachment: Attachment, error: Exception) -> None:
         receiver = attachment.receiver
         if self.ranks.attachment(receiver) is attachment:  # else it was given up, or made anew, meanwhile
-            self._give_up(receiver, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
+            self.give_up(receiver, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
 
-    def _give_up(self, receiver: str, error: KVFerryError) -> None:
+    def give_up(self, receiver: str, error: KVFerryError) -> None:
         """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
         log.error("lost decode rank %s: %s", receiver, error)
         self._observer.peer_lost(receiver, error)
@@ -474,11 +479,11 @@ class PrefillDriver(Loop):
             self.send(peer.name, messages.Pong(endpoint=self._identity.endpoint, attached=False, reason=reason))
         self.rooms.end_all(reason)
         for peer in peers:
-            self._give_up(peer.name, PeerDisconnectedError(reason))
+            self.give_up(peer.name, PeerDisconnectedError(reason))
 
     # ---- time ---------------------------------------------------------------------------------------------------
 
-    def _tick(self, now: float, *, longest_wait_s: float) -> None:
+    def tick(self, now: float, *, longest_wait_s: float) -> None:
         self.callbacks.report()
         self.workers.report_held_up()
         self.admission.tick()
@@ -493,4 +498,4 @@ class PrefillDriver(Loop):
             peer.report_silence(silence_s, 2 * self._settings.heartbeat_interval_s)
             if silence_s > self._settings.peer_timeout_s:
                 silent = f"silent for {silence_s:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
-                self._give_up(peer.name, PeerDisconnectedError(silent))
+                self.give_up(peer.name, PeerDisconnectedError(silent))

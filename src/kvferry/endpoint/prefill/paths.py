@@ -93,6 +93,7 @@ class SendingStaging:
 
     Attributes:
         source_memories: staging memory of every worker that gathers; none if there are no staged writes.
+        taken_bytes: how much memory was taken.
     """
 
     def __init__(self, settings: Settings, layout: RankLayout, transport: Transport, platform: Platform) -> None:
@@ -114,7 +115,7 @@ class SendingStaging:
         self._chunk_bytes = aligned(self._sizes.chunk_bytes - SEGMENT_ALIGNMENT + 1)
         # Guards the count below, since workers that gather take more memory when they need it, and the digest memory.
         self._lock = threading.Lock()
-        self._taken_bytes = 0
+        self.taken_bytes = 0
         self._kernels: Kernels | None = None
         self._digest_memory: DigestMemory | None = None
         self._calibration: Calibration | None = None
@@ -141,24 +142,24 @@ class SendingStaging:
                 f"need more than {self._most_bytes / 2**20:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
         kernels = self._platform.staging.kernels(layout.regions(), layout.device)
-        self._taken_bytes = sum(sizes)
+        self.taken_bytes = sum(sizes)
         measuring, *gathering = [self._registered(size) for size in sizes]
-        self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self._more_memory) for memory in gathering)
+        self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self.more_memory) for memory in gathering)
         self._kernels = kernels
         self._calibration = self._platform.calibration(self._transport, kernels, layout, measuring)
 
-    def _more_memory(self) -> StagingMemory | None:
+    def more_memory(self) -> StagingMemory | None:
         """Allocates as much again for a worker that gathers; None if there is no more, or may not be."""
         with self._lock:
-            if self._taken_bytes + self._ring_bytes > self._most_bytes:
+            if self.taken_bytes + self._ring_bytes > self._most_bytes:
                 return None
-            self._taken_bytes += self._ring_bytes  # before it is allocated: another worker may ask meanwhile
+            self.taken_bytes += self._ring_bytes  # before it is allocated: another worker may ask meanwhile
         try:
             return self._registered(self._ring_bytes)
         except (SettingsError, TransportError) as error:
             log.warning("staged writes go on with the memory that they have: %s", error)
             with self._lock:
-                self._taken_bytes -= self._ring_bytes
+                self.taken_bytes -= self._ring_bytes
             return None
 
     def _registered(self, num_bytes: int) -> StagingMemory:

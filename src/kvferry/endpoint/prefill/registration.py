@@ -25,6 +25,8 @@ class Registration:
 
     Attributes:
         registry_url: where the registry is.
+        rank: what is registered.
+        client: of the registry.
     """
 
     def __init__(self, settings: Settings, platform: Platform, *, hosts_registry: bool) -> None:
@@ -36,11 +38,11 @@ class Registration:
         self._platform = platform
         self._server = platform.serve_registry(settings) if hosts_registry else None
         self._lease: LeaseKeeper | None = None
-        self._rank: RankRegistration | None = None  # what is registered
+        self.rank: RankRegistration | None = None  # what is registered
         self._told_at = 0.0  # when it was last changed
         self.registry_url = self._server.url if self._server is not None else settings.registry_address
         try:
-            self._client = platform.registry(settings, self.registry_url)
+            self.client = platform.registry(settings, self.registry_url)
         except BaseException:
             if self._server is not None:
                 self._server.close()
@@ -59,7 +61,7 @@ class Registration:
         """
         if self._lease is not None:
             return
-        self._rank = rank = RankRegistration(
+        self.rank = rank = RankRegistration(
             engine=identity.engine,
             incarnation=identity.endpoint,
             coordinates=identity.coordinates,
@@ -73,17 +75,17 @@ class Registration:
         def report(error: Exception) -> None:
             log.error("prefill rank %d of %r is not registered: %s", rank.coordinates.engine_rank, rank.engine, error)
 
-        self._lease = self._platform.keep_registered(self._client, rank, report, on_drain)
+        self._lease = self._platform.keep_registered(self.client, rank, report, on_drain)
 
     def drain(self, open_rooms: int, *, is_drained: bool) -> None:
         """Has the registry show that the rank drains, and how far it is. May be called often."""
-        if self._rank is None or self._lease is None:
+        if self.rank is None or self._lease is None:
             return
         now = self._platform.now()
-        changed = structs.replace(self._rank, draining=True, drained=is_drained, open_rooms=open_rooms)
-        is_news = (changed.draining, changed.drained) != (self._rank.draining, self._rank.drained)
-        if is_news or (changed != self._rank and now >= self._told_at + _COUNT_S):
-            self._rank, self._told_at = changed, now
+        changed = structs.replace(self.rank, draining=True, drained=is_drained, open_rooms=open_rooms)
+        is_news = (changed.draining, changed.drained) != (self.rank.draining, self.rank.drained)
+        if is_news or (changed != self.rank and now >= self._told_at + _COUNT_S):
+            self.rank, self._told_at = changed, now
             self._lease.update(changed)
 
     def wait(self, timeout_s: float) -> bool:
@@ -113,6 +115,6 @@ class Registration:
     def close(self) -> None:
         """Ends the registration, and the registry if it is hosted here. May be called again."""
         self.leave()
-        self._client.close()
+        self.client.close()
         if self._server is not None:
             self._server.close()

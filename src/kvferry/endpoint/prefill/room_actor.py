@@ -131,7 +131,12 @@ class AllRooms(Protocol):
 
 
 class RoomActor(Actor):
-    """Runs one room on whichever worker is free, and does what it wants done outside of itself (`RoomPort`)."""
+    """Runs one room on whichever worker is free, and does what it wants done outside of itself (`RoomPort`).
+
+    Attributes:
+        machine: the room's state.
+        handled_chunks: how many chunks it has taken.
+    """
 
     def __init__(
         self,
@@ -145,7 +150,7 @@ class RoomActor(Actor):
         super().__init__(run_queue)
         self._gathering = workers.gathering
         self.room = machine.room
-        self._machine = machine
+        self.machine = machine
         self._context = context
         self._rooms = rooms
         self._sending = SendingRoom(machine, self)
@@ -160,7 +165,7 @@ class RoomActor(Actor):
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
-        self._handled_chunks = 0
+        self.handled_chunks = 0
         self._pages = 0  # that were handed in
         self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
         self.sender = Sender(
@@ -180,17 +185,17 @@ class RoomActor(Actor):
     @property
     def state(self) -> TransferState:
         """The state of its transfer; this and what follows may be read from any thread."""
-        return self._machine.state
+        return self.machine.state
 
     @property
     def chunks(self) -> int:
         """Chunks that were taken."""
-        return self._handled_chunks
+        return self.handled_chunks
 
     @property
     def quarantined_pages(self) -> int:
         """Pages that a write may still read, though it has failed."""
-        return self._pages if self._machine.detailed_state is SenderState.DRAINING else 0
+        return self._pages if self.machine.detailed_state is SenderState.DRAINING else 0
 
     def age_s(self, now: float) -> float:
         """Returns how long ago it was opened, in seconds."""
@@ -203,7 +208,7 @@ class RoomActor(Actor):
 
     def status(self, now: float) -> RoomStatus:
         """Returns the room's status. May be called from any thread."""
-        machine, writes = self._machine, list(self._writes)
+        machine, writes = self.machine, list(self._writes)
         receivers = list(self._receivers.items())
         staged = [write for _, receiver in receivers for write in list(receiver.staged.writes.values())]
         waiting = [name for name, receiver in receivers if receiver.staged.is_waiting]
@@ -213,7 +218,7 @@ class RoomActor(Actor):
             room=self.room,
             state=machine.state.value,
             age_s=self.age_s(now),
-            chunks=self._handled_chunks,
+            chunks=self.handled_chunks,
             path=path.value if path is not None else "",
             moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
             waits_for=self._waits_for(waiting),
@@ -225,28 +230,26 @@ class RoomActor(Actor):
     def _waits_for(self, waiting: list[str]) -> str:
         if waiting:
             return f"staging memory for {', '.join(waiting)}"
-        is_idle = self._machine.is_drained and self._machine.state in _AWAITING_CHUNKS
+        is_idle = self.machine.is_drained and self.machine.state in _AWAITING_CHUNKS
         if is_idle and (unready := self._unread.unready) is not None:
             return f"the caller's signal that chunk {unready.number} is ready"
-        return self._machine.waits_for
+        return self.machine.waits_for
 
     @property
-    def _waiting_chunks(self) -> int:
+    def waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
-        waiting = [self._machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
-        return self._handled_chunks - min(
-            (chunk for chunk in waiting if chunk is not None), default=self._handled_chunks
-        )
+        waiting = [self.machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
+        return self.handled_chunks - min((chunk for chunk in waiting if chunk is not None), default=self.handled_chunks)
 
     @property
     def deadline(self) -> float | None:
         """When it must be looked at; None if it has ended."""
-        return self._machine.deadline
+        return self.machine.deadline
 
     @property
     def has_ended(self) -> bool:
         """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
-        return self._machine.state.is_final
+        return self.machine.state.is_final
 
     @property
     def waits_for_memory(self) -> bool:
@@ -261,7 +264,7 @@ class RoomActor(Actor):
     @property
     def error(self) -> KVFerryError | None:
         """Why it failed, once it has."""
-        return self._machine.error
+        return self.machine.error
 
     def _opened(self, request: OpenReceived) -> ReceiverOpened:
         attachment, message = request.attachment, request.message
@@ -283,7 +286,7 @@ class RoomActor(Actor):
 
     def handle(self, event: RoomEvent, worker: Worker) -> None:
         """Passes an event to the machine, executes its commands, and updates what the caller sees."""
-        is_final = self._machine.state.is_final
+        is_final = self.machine.state.is_final
         match event:
             case OpenReceived():
                 if self._sending.takes(event.attachment.receiver, event.message):
@@ -311,9 +314,9 @@ class RoomActor(Actor):
                 self.apply(event, worker)
             case _:
                 self.apply(event, worker)
-        if self._unread and not self._machine.state.is_final:
+        if self._unread and not self.machine.state.is_final:
             self._take_unread(worker)
-        if self._machine.state is TransferState.FAILED:  # perhaps by what was taken just now
+        if self.machine.state is TransferState.FAILED:  # perhaps by what was taken just now
             self._cancel(worker)
         self._show()
 
@@ -328,13 +331,13 @@ class RoomActor(Actor):
                 self._next_pages[part.group] = part.stop
                 self._pages += len(part.pages)
         self.apply(ChunkSubmitted(chunk), worker)
-        self._handled_chunks += ready.count
+        self.handled_chunks += ready.count
 
     def _take_unread(self, worker: Worker) -> None:
         """Takes what may be read and need not wait for more layers; then awaits the next signal."""
-        while (ready := self._unread.next(is_wire_busy=self._machine.is_busy)) is not None:
+        while (ready := self._unread.next(is_wire_busy=self.machine.is_busy)) is not None:
             self._take(ready, worker)
-        if not self._machine.state.is_final:
+        if not self.machine.state.is_final:
             self._unread.await_signal(worker)
 
     def apply(self, event: SenderEvent, worker: Worker) -> None:
@@ -388,15 +391,15 @@ class RoomActor(Actor):
 
     def _cancel(self, worker: Worker) -> None:
         """Posts nothing more of a room that has failed, and drops what was not ready."""
-        self._handled_chunks += self._unread.drop()
-        error = self._machine.error or TransferFailedError("the room has failed")
+        self.handled_chunks += self._unread.drop()
+        error = self.machine.error or TransferFailedError("the room has failed")
         for receiver in self._receivers.values():
             receiver.cancel(error, worker)
 
     def _show(self) -> None:
-        machine = self._machine
+        machine = self.machine
         self._rooms.set_deadline(self, machine.deadline)
-        self.sender._proceed(self._handled_chunks, waiting=self._waiting_chunks, is_drained=machine.is_drained)
+        self.sender._proceed(self.handled_chunks, waiting=self.waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None
@@ -417,11 +420,11 @@ class RoomActor(Actor):
 
     def _take_over_progress(self) -> None:
         """Notifies the machine of what others' writes to the same receivers have done: they share what carries them."""
-        if self._machine.state.is_final:
+        if self.machine.state.is_final:
             return
         now = self._context.now()
         for name, receiver in self._receivers.items():
-            self._machine.handle(WriteProgressed(name), receiver.moved_at(now))
+            self.machine.handle(WriteProgressed(name), receiver.moved_at(now))
 
     def keep(self, record: WriteRecord) -> None:
         """Takes the record of a write that is through."""

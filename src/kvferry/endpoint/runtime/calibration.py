@@ -96,7 +96,11 @@ class _Timing:
 
 
 class Calibration:
-    """Measures costs, and keeps them for as long as the endpoint lives."""
+    """Measures costs, and keeps them for as long as the endpoint lives.
+
+    Attributes:
+        kernels: that are measured.
+    """
 
     def __init__(self, transport: Transport, kernels: Kernels, layout: RankLayout, memory: StagingMemory) -> None:
         """Begins with nothing measured.
@@ -106,7 +110,7 @@ class Calibration:
             memory: registered, for measurements only.
         """
         self._transport = transport
-        self._kernels = kernels
+        self.kernels = kernels
         self._layout = layout
         self._memory = memory
         self._samples = _SAMPLES[layout.device.kind]
@@ -133,7 +137,7 @@ class Calibration:
         with self._lock:
             if key not in self._wires:
                 self._wires[key] = self._measure_wire(key, peer, ring)
-            gathered = copy_bytes_per_s(self._kernels, [piece.source for piece in pieces], self._memory)
+            gathered = copy_bytes_per_s(self.kernels, [piece.source for piece in pieces], self._memory)
             # The gathering that was measured had this plan's shape: its speed includes the cost of runs.
             return replace(
                 self._wires[key],

@@ -24,11 +24,15 @@ _LINGER_S = 0.01  # chunks often follow each other, and to end the rest takes th
 
 
 class Actor(ABC):
-    """Handles events one at a time, in the order in which they were posted."""
+    """Handles events one at a time, in the order in which they were posted.
+
+    Attributes:
+        events: those that it has not handled.
+    """
 
     def __init__(self, run_queue: RunQueue) -> None:
         self._run_queue = run_queue
-        self._events: deque[Any] = deque()
+        self.events: deque[Any] = deque()
         # Guards the decision whether the actor is in its run queue, which several threads make.
         self._lock = threading.Lock()
         self._is_queued = False
@@ -37,7 +41,7 @@ class Actor(ABC):
     def post(self, event: Any) -> None:
         """Queues an event for this actor. Returns at once; may be called from any thread."""
         with self._lock:
-            self._events.append(event)
+            self.events.append(event)
             if not self._is_queued:
                 # In this order: of whoever is interrupted in between (Ctrl-C) a turn too many is left, and not none.
                 self._queue_for(event).put(self)
@@ -50,10 +54,10 @@ class Actor(ABC):
     def take_turn(self, worker: Any) -> None:
         """Handles the first event. For workers only."""
         with self._lock:
-            if self._is_running or not self._events:
+            if self._is_running or not self.events:
                 return  # a turn too many
             self._is_running = True
-            event = self._events.popleft()
+            event = self.events.popleft()
         try:
             self.handle(event, worker)
         except BaseException as error:
@@ -61,10 +65,10 @@ class Actor(ABC):
         finally:
             with self._lock:
                 self._is_running = False
-                self._is_queued = bool(self._events)
+                self._is_queued = bool(self.events)
                 again = self._is_queued
             if again:
-                self._queue_for(self._events[0]).put(self)
+                self._queue_for(self.events[0]).put(self)
 
     @abstractmethod
     def handle(self, event: Any, worker: Any) -> None:
@@ -80,23 +84,26 @@ class RunQueue:
 
     Not a `queue.SimpleQueue`: its `get` computes the remaining time twice, and waits for ever if that has become
     negative in between, as a remainder of a few microseconds does when the thread is held up.
+
+    Attributes:
+        waiting: the workers that sleep.
     """
 
     def __init__(self) -> None:
         # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
         self._actors: deque[Actor | None] = deque()
         self._handed_in: deque[tuple[Actor, Any]] = deque()
-        self._waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
+        self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
         self._waker: Waker | None = None
         # Each step takes a lock out of those that wait, and releases it: in one call, which no signal interrupts.
-        self._wake_next = map(_release, iter(self._waiting.pop, None))
+        self._wake_next = map(_release, iter(self.waiting.pop, None))
 
     def put(self, actor: Actor | None) -> None:
         """Appends an actor. May be called from any thread."""
         self._actors.append(actor)
-        self._wake_one()
+        self.wake_one()
 
     def hand_in(self, actor: Actor, event: Any) -> None:
         """Queues an event for an actor without waking a worker: for callers to whom waking would cost too much.
@@ -115,7 +122,7 @@ class RunQueue:
     def rouse(self) -> None:
         """Wakes a worker if an event was handed in that none has posted yet."""
         if self._handed_in:
-            self._wake_one()
+            self.wake_one()
 
     def take(self, timeout_s: float | None) -> Actor | None:
         """Removes and returns the first item, waiting up to timeout_s, or for ever if that is None.
@@ -140,7 +147,7 @@ class RunQueue:
         """
         woken = threading.Lock()
         woken.acquire()
-        self._waiting.append(woken)
+        self.waiting.append(woken)
         left_s = -1.0 if deadline is None else max(0.0, deadline - time.monotonic())
         # Checked again: what was put before this thread stood among the waiting woke no thread.
         if not self.has_any and woken.acquire(timeout=left_s):
@@ -160,7 +167,7 @@ class RunQueue:
                 actor, event = self._handed_in.popleft()
                 actor.post(event)
 
-    def _wake_one(self) -> None:
+    def wake_one(self) -> None:
         """Wakes the worker that began to wait last: its processor's cache still has what it needs."""
         try:
             next(self._wake_next)
@@ -170,9 +177,9 @@ class RunQueue:
     def _withdraw(self, woken: threading.Lock) -> None:
         """Ends this thread's wait. If another thread was about to wake it, wakes another worker instead."""
         try:
-            self._waiting.remove(woken)
+            self.waiting.remove(woken)
         except ValueError:
-            self._wake_one()
+            self.wake_one()
 
 
 class Waker(Loop):

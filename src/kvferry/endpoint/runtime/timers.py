@@ -26,14 +26,18 @@ class _Timer(Generic[KeyT]):
 
 
 class Timers(Generic[KeyT]):
-    """Times by key. May be used from any thread."""
+    """Times by key. May be used from any thread.
+
+    Attributes:
+        queue: the times, the earliest first; some are not meant any more.
+    """
 
     def __init__(self) -> None:
         """Begins with none."""
         # Guards both tables: rooms move their deadlines on whichever thread has their turn.
         self._lock = threading.Lock()
         self._timers: dict[KeyT, _Timer[KeyT]] = {}
-        self._queue: list[tuple[float, int, _Timer[KeyT]]] = []
+        self.queue: list[tuple[float, int, _Timer[KeyT]]] = []
         self._numbers = itertools.count()  # timers of one time stand in the order in which they were put
 
     def __len__(self) -> int:
@@ -56,17 +60,17 @@ class Timers(Generic[KeyT]):
 
     def _put(self, timer: _Timer[KeyT]) -> None:
         timer.queued_at = timer.due_at
-        if len(self._queue) > 2 * len(self._timers) + _FEW:  # what was taken out, or moved earlier, is still in it
-            self._queue = [each for each in self._queue if each[2].key is not None and each[0] == each[2].queued_at]
-            heapq.heapify(self._queue)
-        heapq.heappush(self._queue, (timer.due_at, next(self._numbers), timer))
+        if len(self.queue) > 2 * len(self._timers) + _FEW:  # what was taken out, or moved earlier, is still in it
+            self.queue = [each for each in self.queue if each[2].key is not None and each[0] == each[2].queued_at]
+            heapq.heapify(self.queue)
+        heapq.heappush(self.queue, (timer.due_at, next(self._numbers), timer))
 
     def due(self, now: float) -> list[KeyT]:
         """Returns the keys that are due, the longest overdue first, until they are set to a later time."""
         due: list[_Timer[KeyT]] = []
         with self._lock:
-            while self._queue and self._queue[0][0] <= now:
-                queued_at, _, timer = heapq.heappop(self._queue)
+            while self.queue and self.queue[0][0] <= now:
+                queued_at, _, timer = heapq.heappop(self.queue)
                 if timer.key is None or timer.queued_at != queued_at:
                     continue
                 if timer.due_at > now:

@@ -62,7 +62,11 @@ class WatchedWrite(Protocol):
 
 
 class WritesInFlight:
-    """Polls the writes that one worker has posted. For that worker's thread only."""
+    """Polls the writes that one worker has posted. For that worker's thread only.
+
+    Attributes:
+        of_peers: the writes, by peer.
+    """
 
     def __init__(self, transport: Transport, on_failed: Callable[[WatchedWrite, Exception], None]) -> None:
         """Begins with none; `on_failed` is called with each that fails."""
@@ -71,7 +75,7 @@ class WritesInFlight:
         self._all: OrderedDict[WatchedWrite, None] = OrderedDict()  # the one that is polled next comes first
         self._broken: set[WatchedWrite] = set()
         # By peer, the oldest write first; the peer whose turn it is comes first. Those that broke are not here.
-        self._of_peers: OrderedDict[str, OrderedDict[WatchedWrite, None]] = OrderedDict()
+        self.of_peers: OrderedDict[str, OrderedDict[WatchedWrite, None]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._all)
@@ -82,7 +86,7 @@ class WritesInFlight:
             return
         self._all[write] = None
         if write not in self._broken:
-            self._of_peers.setdefault(write.receiver, OrderedDict())[write] = None
+            self.of_peers.setdefault(write.receiver, OrderedDict())[write] = None
 
     def look(self, *, has_time: bool) -> bool:
         """Polls some of the writes, and handles those that have ended; returns whether there were any.
@@ -100,9 +104,9 @@ class WritesInFlight:
         return len(self._all) < before
 
     def _look_at_oldest(self, peers: int) -> None:
-        for _ in range(min(peers, len(self._of_peers))):
-            writes = next(iter(self._of_peers.values()))
-            self._of_peers.move_to_end(next(iter(self._of_peers)))
+        for _ in range(min(peers, len(self.of_peers))):
+            writes = next(iter(self.of_peers.values()))
+            self.of_peers.move_to_end(next(iter(self.of_peers)))
             while writes and self._poll(next(iter(writes))):
                 pass
 
@@ -122,10 +126,10 @@ class WritesInFlight:
         return has_ended or write in self._broken
 
     def _take_from_peer(self, write: WatchedWrite) -> None:
-        writes = self._of_peers.get(write.receiver, OrderedDict())
+        writes = self.of_peers.get(write.receiver, OrderedDict())
         writes.pop(write, None)
         if not writes:
-            self._of_peers.pop(write.receiver, None)
+            self.of_peers.pop(write.receiver, None)
 
     def _ends(self, write: WatchedWrite) -> bool:
         """Polls a write, and says so if it has ended."""

@@ -95,6 +95,7 @@ class Link:
             on its way.
         problem: why the look-up at the registry has not succeeded so far.
         look_up_at: when to ask the registry again; None while it is being asked.
+        ranks: the connections to the ranks that are known, by engine rank.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Link:
         self._pause_s = _SHORTEST_PAUSE_S
         self._identity = identity
         self._staging = staging
-        self._ranks: dict[int, RankLink] = {}  # by engine rank
+        self.ranks: dict[int, RankLink] = {}  # by engine rank
         self._at: dict[str, RankLink] = {}  # by address
         self._pieces: tuple[tuple[Piece, str], ...] = ()  # each with its group of pages on this rank
         self.absent: frozenset[str] = frozenset()  # components of this rank's of which the group has nothing
@@ -154,7 +155,7 @@ class Link:
     def address_of(self, endpoint: str) -> str | None:
         """Returns the address at which an endpoint has answered; None if it has not."""
         number = self.rank_of(endpoint)
-        return None if number is None else self._ranks[number].address
+        return None if number is None else self.ranks[number].address
 
     def resolved(self, registrations: tuple[RankRegistration, ...], now: float) -> list[Send]:
         """Greets the ranks that the registry named.
@@ -173,7 +174,7 @@ class Link:
         for registration in group:
             name = f"prefill rank {registration.engine_rank} of {self.key.engine!r}"
             version = agreed(self._identity.versions, registration.spoken, peer=name)
-            rank = self._ranks[registration.engine_rank] = RankLink(registration, version)
+            rank = self.ranks[registration.engine_rank] = RankLink(registration, version)
             self._at.setdefault(rank.address, rank)
         return self.ask(now)
 
@@ -202,7 +203,7 @@ class Link:
             case messages.Welcome() if self.state is LinkState.GREETING:
                 self.tolerated = rank.check(message, self._identity)
                 rank.welcome = message
-                if all(each.welcome is not None for each in self._ranks.values()):
+                if all(each.welcome is not None for each in self.ranks.values()):
                     return self._attach()
             case messages.Attached() | messages.Refused() if message.attempt != self.attempt:
                 pass  # an answer to another attempt
@@ -212,7 +213,7 @@ class Link:
                 rank.is_attached = True
                 rank.only_staged = message.only_staged
                 self._staging.attached(message.endpoint)
-                if all(each.is_attached for each in self._ranks.values()):
+                if all(each.is_attached for each in self.ranks.values()):
                     self.state = LinkState.READY
             case messages.Refused():
                 kind = getattr(errors, message.error, IncompatiblePeerError)
@@ -240,7 +241,7 @@ class Link:
     def _attach(self) -> list[Send]:
         layouts = {
             rank.registration.coordinates.group_rank: rank.welcome.layout
-            for rank in self._ranks.values()
+            for rank in self.ranks.values()
             if rank.welcome is not None
         }
         theirs = {shard.component.name for each in layouts.values() for shard in each.shards if volume(shard.box)}
@@ -252,10 +253,10 @@ class Link:
         groups = [shard.group for shard in shards if shard is not None]
         self._pieces = tuple(zip(pieces, groups, strict=True))
         self.state = LinkState.ATTACHING
-        offers = {number: self._offer(rank, pieces) for number, rank in self._ranks.items()}
+        offers = {number: self._offer(rank, pieces) for number, rank in self.ranks.items()}
         metadata = self._staging.metadata()  # with the memory of all offers
         sends = []
-        for number, rank in self._ranks.items():
+        for number, rank in self.ranks.items():
             rank.channel = ReliableChannel(self.attempt)
             rank.request = messages.Attach(
                 endpoint=self._identity.endpoint,
@@ -285,17 +286,17 @@ class Link:
 
     def connected(self, room: int) -> Connected:
         """Returns who sends what in a room, once the link is ready."""
-        by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self._ranks.items()}
+        by_group_rank = {rank.registration.coordinates.group_rank: number for number, rank in self.ranks.items()}
         receiver = self._identity.coordinates.group_rank
         writers: dict[int, set[str]] = {}
         for piece, group in self._pieces:
             writer = by_group_rank[elect_writer(piece, room=room, receiver=receiver)]
             writers.setdefault(writer, set()).add(group)
-        aux_writer = next(n for n, rank in self._ranks.items() if rank.registration.coordinates.is_aux_writer)
+        aux_writer = next(n for n, rank in self.ranks.items() if rank.registration.coordinates.is_aux_writer)
         return Connected(
-            ranks=frozenset(self._ranks),
+            ranks=frozenset(self.ranks),
             writers={writer: frozenset(groups) for writer, groups in writers.items()},
-            into_pages=frozenset(writer for writer in writers if not self._ranks[writer].only_staged),
+            into_pages=frozenset(writer for writer in writers if not self.ranks[writer].only_staged),
             aux_writer=aux_writer,
             verifies=self._identity.checksums,
         )
@@ -306,22 +307,22 @@ class Link:
         Raises:
             MessageError: if it cannot be encoded, or is too large.
         """
-        rank = self._ranks[engine_rank]
+        rank = self.ranks[engine_rank]
         if self.is_given_up or rank.channel is None:
             return []
         return [rank.send(each) for each in rank.channel.send(codec.encode_body(message))]
 
     def send_unnumbered(self, engine_rank: int, message: messages.AbortRoom) -> list[Send]:
         """Sends to one rank, perhaps in vain; also where the link was given up."""
-        return [self._ranks[engine_rank].send(message)]
+        return [self.ranks[engine_rank].send(message)]
 
     def tell(self, message: messages.ExpectRooms) -> list[Send]:
         """Tells every rank what need not come."""
-        return [rank.send(message) for rank in self._ranks.values()]
+        return [rank.send(message) for rank in self.ranks.values()]
 
     def last_number(self, engine_rank: int) -> int:
         """Returns the number of the last message that was sent to a rank with `send`."""
-        channel = self._ranks[engine_rank].channel
+        channel = self.ranks[engine_rank].channel
         return channel.last_number if channel is not None else 0
 
     def broke(self, address: str, now: float) -> list[Send]:
@@ -331,17 +332,17 @@ class Link:
 
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
-        return next((number for number, rank in list(self._ranks.items()) if rank.endpoint == endpoint), None)
+        return next((number for number, rank in list(self.ranks.items()) if rank.endpoint == endpoint), None)
 
     def endpoint_of(self, engine_rank: int) -> str | None:
         """Returns the endpoint of an engine rank; None if it is not one of the group's, or has not answered."""
-        rank = self._ranks.get(engine_rank)
+        rank = self.ranks.get(engine_rank)
         return rank.endpoint if rank is not None else None
 
     @property
     def peers(self) -> list[messages.Welcome]:
         """The ranks that have answered `Hello`. May be read from another thread."""
-        return [rank.welcome for rank in list(self._ranks.values()) if rank.welcome is not None]
+        return [rank.welcome for rank in list(self.ranks.values()) if rank.welcome is not None]
 
     def knows_machine(self, address: str, machine: str) -> bool:
         """Returns whether the rank at an address is on that machine, and can check processes there."""
@@ -351,13 +352,13 @@ class Link:
         """Asks the ranks on a process's machine whether the process has ended."""
         return [
             rank.send(messages.IsGone(process=process))
-            for rank in self._ranks.values()
+            for rank in self.ranks.values()
             if rank.is_on(process.machine) and rank.process != process
         ]
 
     def rank_statuses(self, now: float) -> list[RankStatus]:
         """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
-        return [rank.status(now) for rank in list(self._ranks.values())]
+        return [rank.status(now) for rank in list(self.ranks.values())]
 
     def record_answer(self, address: str) -> None:
         """Records that a message came from the rank at an address, which is therefore alive."""
@@ -370,7 +371,7 @@ class Link:
         """
         is_ready = self.state is LinkState.READY
         sends = []
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             if rank.asked_at is None:
                 rank.asked_at = now
             sends.append(rank.ping() if is_ready else rank.send(messages.Hello()))
@@ -380,13 +381,13 @@ class Link:
 
     def forgive(self, seconds: float, now: float) -> None:
         """Takes so many seconds off the ranks' silence, for example because this side was not listening."""
-        for rank in self._ranks.values():
+        for rank in self.ranks.values():
             if rank.asked_at is not None:
                 rank.asked_at = min(now, rank.asked_at + seconds)
 
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
         """Returns a rank that has not answered for longer than the limit, and for how long; None if there is none."""
-        for number, rank in self._ranks.items():
+        for number, rank in self.ranks.items():
             if rank.asked_at is not None and now - rank.asked_at > limit_s:
                 return number, now - rank.asked_at
         return None
@@ -401,6 +402,6 @@ class Link:
         self.state = LinkState.RESOLVING
         self.attempt = self._next_attempt()  # a live rank might still answer the earlier one
         self.look_up_at = now
-        self._ranks.clear()
+        self.ranks.clear()
         self._at.clear()
         return left_behind

@@ -39,6 +39,7 @@ class ReliableChannel:
         last_number: of the message that was handed in last; 0 if there was none.
         received: the number of the last message that has come; none before it is missing.
         is_closed: whether nothing is sent or taken any more.
+        taken_back: numbers of messages that have not come and are not to.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -50,7 +51,7 @@ class ReliableChannel:
         self._kept: deque[tuple[int, msgspec.Raw]] = deque()  # messages that were not acknowledged, by number
         self._on_way = 0  # how many of them were sent; the others wait for the window
         self._acknowledged = 0  # what the other end was told to have been received
-        self._taken_back: set[int] = set()  # of messages that have not come
+        self.taken_back: set[int] = set()  # of messages that have not come
 
     @property
     def sent(self) -> int:
@@ -78,8 +79,8 @@ class ReliableChannel:
         if self.is_closed or message.epoch != self.epoch or message.number != self.received + 1:
             return []
         self.received += 1
-        if self.received in self._taken_back:
-            self._taken_back.discard(self.received)
+        if self.received in self.taken_back:
+            self.taken_back.discard(self.received)
             return []
         return [message.body]
 
@@ -88,7 +89,7 @@ class ReliableChannel:
         if number <= self.received:
             return False
         if number <= self.received + WINDOW:  # no other can have been sent
-            self._taken_back.add(number)
+            self.taken_back.add(number)
         return True
 
     def ping(self, *, resends: bool = False) -> Ping:
@@ -154,7 +155,7 @@ class ReliableChannel:
         """Ends the channel: one side has given the other up."""
         self.is_closed = True
         self._kept.clear()
-        self._taken_back.clear()
+        self.taken_back.clear()
         self._on_way = 0
 
     def _sendable(self) -> list[Numbered]:
@@ -182,12 +183,12 @@ class DecodeChannels:
         self._none = ReliableChannel(-1)  # to whoever has never attached
         self._none.close()
 
-    def _to(self, receiver: str) -> ReliableChannel:
+    def channel_to(self, receiver: str) -> ReliableChannel:
         return self._channels.get(receiver, self._none)
 
     def attached(self, receiver: str, attempt: int) -> bool:
         """Begins a channel for a decode rank's attempt to attach. Returns False if it is no newer than the last."""
-        before = self._to(receiver)
+        before = self.channel_to(receiver)
         if before.epoch >= attempt:
             return False
         remember(self._channels, receiver, ReliableChannel(attempt), _MOST_REMEMBERED)
@@ -197,21 +198,21 @@ class DecodeChannels:
 
     def is_open(self, receiver: str) -> bool:
         """Whether there is a channel to a decode rank."""
-        return not self._to(receiver).is_closed
+        return not self.channel_to(receiver).is_closed
 
     def is_unacknowledged(self, receiver: str) -> bool:
         """Whether a message to a decode rank may not have come."""
-        return self._to(receiver).has_unacknowledged
+        return self.channel_to(receiver).has_unacknowledged
 
     def close(self, receiver: str) -> None:
         """Ends the channel to a decode rank that is not attached any more."""
-        self._to(receiver).close()
+        self.channel_to(receiver).close()
 
     def outgoing(self, receiver: str, message: field_types.Message) -> list[field_types.Message]:
         """Returns what to send now for a message to a decode rank: none where it must wait, or is for nobody."""
         if not isinstance(message, messages.NumberedToDecode):
             return [message]
-        return [*self._to(receiver).send(codec.encode_body(message))]
+        return [*self.channel_to(receiver).send(codec.encode_body(message))]
 
     def take(self, receiver: str, message: messages.Numbered) -> list[messages.NumberedToPrefill] | None:
         """Takes a numbered message. Returns what counts of it; None if the decode rank is not attached, and not told.
@@ -219,21 +220,21 @@ class DecodeChannels:
         Raises:
             MessageError: if it is malformed.
         """
-        channel = self._to(receiver)
+        channel = self.channel_to(receiver)
         if channel.epoch < message.epoch or (channel.is_closed and channel.epoch == message.epoch):
             return None
         return [codec.decode_numbered_to_prefill(body) for body in channel.receive(message)]
 
     def answer(self, receiver: str, ping: messages.Ping) -> list[field_types.Message]:
         """Returns the answer to the heartbeat of a decode rank that is attached, and what it makes necessary."""
-        channel = self._to(receiver)
+        channel = self.channel_to(receiver)
         if channel.epoch != ping.epoch:
             return [messages.Pong(endpoint=self._endpoint, attached=True)]
         return [*channel.answer(ping, self._endpoint)]
 
     def unasked_acknowledgement(self, receiver: str) -> list[field_types.Message]:
         """Returns an acknowledgement that should not wait for the next heartbeat, if there is one."""
-        channel = self._to(receiver)
+        channel = self.channel_to(receiver)
         return [channel.pong(self._endpoint)] if channel.owes_acknowledgement else []
 
     def take_back(self, receiver: str, epoch: int, number: int) -> bool:
@@ -242,7 +243,7 @@ class DecodeChannels:
         Returns whether it has not come, and will not count. What was sent with an attempt to attach so long ago that it
         is forgotten counts as come, and so does what was never sent (number 0).
         """
-        channel = self._to(receiver)
+        channel = self.channel_to(receiver)
         if channel.epoch == epoch:
             return channel.take_back(number)
         for attempt, received in ((channel.epoch, 0), *reversed(self._earlier.get(receiver, ()))):

@@ -81,6 +81,10 @@ class RoomTable(Generic[RoomT]):
 
     Attributes:
         rooms: those that are open, or still have writes on their way.
+        pending: open requests for rooms that our caller has not opened.
+        refusals: of rooms that our caller has not opened.
+        failed_alone: why rooms failed of which not all decode ranks know.
+        over: uses of numbers that have ended.
     """
 
     def __init__(self, *, max_rooms: int, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
@@ -98,17 +102,17 @@ class RoomTable(Generic[RoomT]):
         self.pending = PendingOpens(limit=max_pending, most_page_bytes=most_page_bytes, keep_s=keep_s)
         # Whoever names a number before anybody has opened it is taken for the one that it is for, as with an open
         # request: only its callers know the number.
-        self._refusals: PendingMessages[RefuseRoom] = PendingMessages(limit=max_pending, keep_s=keep_s)
+        self.refusals: PendingMessages[RefuseRoom] = PendingMessages(limit=max_pending, keep_s=keep_s)
         # By receiver, number and generation.
         self._refusals_received: OrderedDict[tuple[str, int, int], None] = OrderedDict()
-        self._failed_alone: ForAWhile[int, _FailedAlone] = ForAWhile(keep_s)
+        self.failed_alone: ForAWhile[int, _FailedAlone] = ForAWhile(keep_s)
         # Generations of open requests that our caller had not matched, dropped since their decode rank was lost. A rank
         # that lives will abort these rooms, or connect anew; the successor of one that died may open them.
         self._dropped: ForAWhile[tuple[str, int], int] = ForAWhile(keep_s)  # by receiver and number
         self._refused_next: dict[int, KVFerryError] = {}  # what our caller refused while the number was in use
         # Finished uses of numbers, by receiver and number: an abort may overtake the open request that a room which
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
-        self._over: OrderedDict[tuple[str, int], _Over] = OrderedDict()  # the latest stand last
+        self.over: OrderedDict[tuple[str, int], _Over] = OrderedDict()  # the latest stand last
         self._most_receivers = 1  # that any room had
         self._sent: ForAWhile[int, _Sent] = ForAWhile(keep_s)
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
@@ -118,13 +122,13 @@ class RoomTable(Generic[RoomT]):
     def holds(self, room: int) -> bool:
         """Whether the number of a room that is over still means that room: it may not be used for another."""
         is_dropped = any(number == room for _, number in self._dropped)
-        return is_dropped or room in self._failed_alone or bool(self._refusals.of(room))
+        return is_dropped or room in self.failed_alone or bool(self.refusals.of(room))
 
     def expected(self, room: int, now: float) -> RoomT | None:
         """Returns the open room that a decode rank will open later; one that failed keeps its error until then."""
-        failed = self._failed_alone.get(room)
+        failed = self.failed_alone.get(room)
         if failed is not None:
-            self._failed_alone.put(room, failed, now, limit=self._max_rooms)
+            self.failed_alone.put(room, failed, now, limit=self._max_rooms)
         return self.rooms.get(room)
 
     def is_asked_for(self, room: int) -> bool:
@@ -155,7 +159,7 @@ class RoomTable(Generic[RoomT]):
         They are kept until they are `handled`: our caller may be interrupted anywhere.
         """
         self.rooms[room.room] = room
-        self._failed_alone.pop(room.room)
+        self.failed_alone.pop(room.room)
         self._sent.pop(room.room)
         pending = self.pending.of(room.room)
         self._given[room.room] = set(pending)
@@ -164,12 +168,12 @@ class RoomTable(Generic[RoomT]):
             before.append((receiver, opened.request))
             if opened.abort is not None:
                 before.append((receiver, opened.abort))
-        return [*before, *self._refusals.of(room.room).items()]
+        return [*before, *self.refusals.of(room.room).items()]
 
     def handled(self, room: int) -> None:
         """Forgets what was kept for a number that was added or refused since."""
         self.pending.take(room)
-        self._refusals.take(room)
+        self.refusals.take(room)
 
     def attached(self, receiver: str) -> list[tuple[int, int]]:
         """Records that a decode rank connects anew.
@@ -212,7 +216,7 @@ class RoomTable(Generic[RoomT]):
             KVFerryError: if it must be refused, saying why.
         """
         room = self.rooms.get(message.room)
-        over = self._over.get((receiver, message.room))
+        over = self.over.get((receiver, message.room))
         is_known = room is not None and room.generations.get(receiver) == message.generation
         if over is not None and over.generation == message.generation and not is_known:
             if over.error is not None:
@@ -223,7 +227,7 @@ class RoomTable(Generic[RoomT]):
             return room
         if self._is_closed:
             raise EndpointClosedError("the prefill endpoint was closed")
-        failed = self._failed_alone.get(message.room)
+        failed = self.failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
             self.ended(receiver, message.room, message.generation, failed.error)
@@ -236,8 +240,8 @@ class RoomTable(Generic[RoomT]):
             )
         if self._refusal is not None and not self.pending.of(message.room):
             raise self._refusal(message.room)
-        self._refusals.pop(receiver, message.room)  # it opens the room after all
-        for refusal in self._refusals.of(message.room).values():
+        self.refusals.pop(receiver, message.room)  # it opens the room after all
+        for refusal in self.refusals.of(message.room).values():
             if rank is not None and rank.can_be_beside([DecodeRank(refusal.engine, refusal.coordinates)]):
                 raise TransferFailedError(
                     f"decode rank {refusal.coordinates.engine_rank} of {refusal.engine!r} refused it: {refusal.reason}"
@@ -268,17 +272,17 @@ class RoomTable(Generic[RoomT]):
         Returns None if there is nothing to do: the refusal is kept until our caller opens the room, or belongs to a use
         that has ended.
         """
-        over = self._over.get((receiver, message.room))
+        over = self.over.get((receiver, message.room))
         if message.holder is not None and (over is None or over.generation != message.holder):
             return None  # another transfer of the decode rank has the number still
         room = self.rooms.get(message.room)
         if room is not None:
             return room
-        failed = self._failed_alone.get(message.room)
+        failed = self.failed_alone.get(message.room)
         if failed is not None and receiver not in failed.receivers:
             failed.receivers.add(receiver)
-        elif self._refusals.has_place(receiver, message.room):  # else the room ends by its deadline
-            self._refusals.put(receiver, message.room, message, now)
+        elif self.refusals.has_place(receiver, message.room):  # else the room ends by its deadline
+            self.refusals.put(receiver, message.room, message, now)
         return None
 
     def abort(self, receiver: str, message: AbortRoom, now: float, *, is_unopened: bool = False) -> RoomT | None:
@@ -290,11 +294,11 @@ class RoomTable(Generic[RoomT]):
         """
         if self.is_dropped(receiver, message):
             self._dropped.pop((receiver, message.room))
-        over = self._over.get((receiver, message.room))
+        over = self.over.get((receiver, message.room))
         is_repeated = over is not None and over.generation == message.generation
         gave_up = TransferAbortedError(f"room {message.room} was aborted by {receiver}: {message.reason}")
         self.ended(receiver, message.room, message.generation, gave_up)
-        failed = self._failed_alone.get(message.room)
+        failed = self.failed_alone.get(message.room)
         if failed is not None and is_unopened and not is_repeated:
             failed.receivers.add(receiver)  # it need not be refused, as it must be in a use that came after this one
         room = self.rooms.get(message.room)
@@ -329,11 +333,11 @@ class RoomTable(Generic[RoomT]):
         return [(receiver, opened.request) for receiver, opened in undelivered.items() if opened.abort is None]
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
-        self._failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_rooms)
+        self.failed_alone.put(room, _FailedAlone(error, receivers), now, limit=self._max_rooms)
 
     def ended(self, receiver: str, room: int, generation: int, error: KVFerryError | None) -> None:
         """Records that a use of a number is over for a decode rank: it ended well, or by an error."""
-        remember(self._over, (receiver, room), _Over(generation, error), REMEMBERED * self._most_receivers)
+        remember(self.over, (receiver, room), _Over(generation, error), REMEMBERED * self._most_receivers)
 
     def forget_receiver(self, receiver: str, now: float) -> tuple[list[RoomT], list[AbortRoom]]:
         """Drops the pending opens of a decode rank that is gone. Others may open these rooms: its successor, for one.
@@ -356,10 +360,10 @@ class RoomTable(Generic[RoomT]):
 
     def expired(self, now: float) -> list[tuple[str, OpenRoom]]:
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
-        self._failed_alone.forget_old(now)
+        self.failed_alone.forget_old(now)
         self._dropped.forget_old(now)
         self._sent.forget_old(now)
-        self._refusals.expired(now)  # nobody waits for an answer
+        self.refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 
     def give_up_pending(self) -> list[tuple[str, OpenRoom]]:
