@@ -269,13 +269,13 @@ def vllm_prefill() -> Sides:
     from kvferry.engines.vllm.steps import Step as EngineStep
 
     side = vllm_worker(sends=True, registry={"registry_port": 0})
-    group = side._prefill.layout.groups[0].name
+    group = side.prefill.layout.groups[0].name
 
     def grow(first: int, stop: int) -> None:
         for number in range(first, stop):
             blocks = {group: GroupBlocks(0, (number % 128,))}
             side.after(EngineStep(send=[BlocksToSend(str(number), number, 16, blocks, True)]), None)
-        until(lambda: side._prefill.open_rooms == stop - 1)
+        until(lambda: side.prefill.open_rooms == stop - 1)
 
     yield "kvferry", grow, vllm_hooks(side)
     side.close()
@@ -297,7 +297,7 @@ def vllm_decode() -> Sides:
 
     engine = PrefillEngine()
     side = vllm_worker(sends=False, registry={"registry_url": engine.registry_url})
-    group = side._decode.layout.groups[0].name
+    group = side.decode.layout.groups[0].name
 
     def grow(first: int, stop: int) -> None:
         engine.open(first, stop)

@@ -1501,7 +1501,7 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what was sent when it was scheduled stays sent after a preemption",
         "engines/vllm/scheduling.py",
-        "                sending.is_complete = False\n                self._unfinished[name] = sending\n",
+        "                sending.is_complete = False\n                self.unfinished[name] = sending\n",
         "",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),

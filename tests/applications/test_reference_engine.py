@@ -61,12 +61,12 @@ def test_every_number_of_kv_heads(architecture, num_kv_heads):
 def test_the_undivided_model_agrees_with_transformers_generate(architecture):
     model = seeded_model(architecture)
     token_ids = model.tokenize(PROMPTS[1])
-    generated = model._network.generate(
+    generated = model.network.generate(
         torch.tensor([token_ids]), do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
     )
     # generate forbids the end token until enough tokens are there; a prompt that never reaches it is compared.
     tokens = model.generate_undivided(token_ids, len(token_ids), NEW_TOKENS)
-    assert model._network.config.eos_token_id not in tokens
+    assert model.network.config.eos_token_id not in tokens
     assert generated[0, len(token_ids) :].tolist() == tokens
 
 
@@ -76,7 +76,7 @@ def test_captured_keys_and_values_are_what_transformers_caches(architecture):
     token_ids = model.tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     with torch.no_grad():
-        own = cache_in(model._network(torch.tensor([token_ids]), use_cache=True))
+        own = cache_in(model.network(torch.tensor([token_ids]), use_cache=True))
     for index, layer in enumerate(own.layers):
         assert torch.equal(caches["k"][index].transpose(0, 1), layer.keys[0])
         assert torch.equal(caches["v"][index].transpose(0, 1), layer.values[0])
@@ -90,7 +90,7 @@ def test_captured_latents_are_the_normed_and_the_rotated_parts():
     token_ids = model.tokenize(PROMPTS[2])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     projected: dict[int, torch.Tensor] = {}
-    layers = model._network.model.layers
+    layers = model.network.model.layers
     handles = [
         layer.self_attn.kv_a_proj_with_mqa.register_forward_hook(
             lambda _module, _inputs, output, index=index: projected.__setitem__(index, output)
@@ -98,10 +98,10 @@ def test_captured_latents_are_the_normed_and_the_rotated_parts():
         for index, layer in enumerate(layers)
     ]
     with torch.no_grad():
-        model._network(torch.tensor([token_ids]), use_cache=False)
+        model.network(torch.tensor([token_ids]), use_cache=False)
         for handle in handles:
             handle.remove()
-        cosine, sine = model._network.model.rotary_emb(projected[0], torch.arange(len(token_ids))[None])
+        cosine, sine = model.network.model.rotary_emb(projected[0], torch.arange(len(token_ids))[None])
         for index, layer in enumerate(layers):
             compressed, key = projected[index].split((128, 32), dim=-1)
             _, rotated = apply_rotary_pos_emb_interleave(key[:, None], key[:, None], cosine, sine)
@@ -178,7 +178,7 @@ def _fingerprint(spec: ModelSpec) -> str:
     torch.set_num_threads(1)
     model = load_model(spec)
     digest = hashlib.sha256()
-    for _, weight in sorted(model._network.state_dict().items()):
+    for _, weight in sorted(model.network.state_dict().items()):
         digest.update(weight.numpy().tobytes())
     for chunk in model.prefill(model.tokenize(PROMPTS[7]), 64):
         for _, array in sorted(chunk.caches.items()):

@@ -73,7 +73,7 @@ def test_entries_that_a_request_needs(window_tokens, num_tokens, expected):
 def own_cache(model: ReferenceModel, token_ids: list[int]) -> Any:
     """What transformers caches of a prompt that it runs in one piece, without the engine."""
     with torch.no_grad():
-        output = model._network(torch.tensor([token_ids]), use_cache=True)
+        output = model.network(torch.tensor([token_ids]), use_cache=True)
     return cache_in(output)
 
 
@@ -123,10 +123,10 @@ def test_channels_are_the_query_the_key_and_the_value():
     model = seeded_model("qwen3_next")
     token_ids = model.tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
-    net = model._network.model.layers[0].linear_attn
+    net = model.network.model.layers[0].linear_attn
     with torch.no_grad():
-        hidden = model._network.model.layers[0].input_layernorm(
-            model._network.model.embed_tokens(torch.tensor([token_ids]))
+        hidden = model.network.model.layers[0].input_layernorm(
+            model.network.model.embed_tokens(torch.tensor([token_ids]))
         )
         query, key, value, *_ = net.fix_query_key_value_ordering(net.in_proj_qkvz(hidden), net.in_proj_ba(hidden))
     for name, expected in (("conv_q", query), ("conv_k", key), ("conv_v", value)):
@@ -139,12 +139,12 @@ def test_a_restored_cache_is_the_one_that_was_captured(architecture):
     model = seeded_model(architecture)
     token_ids = model.tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, 64)
-    restored, undivided = model._empty_cache(), model._empty_cache()
-    model._form.restore(restored, caches, len(token_ids))
+    restored, undivided = model.empty_cache(), model.empty_cache()
+    model.form.restore(restored, caches, len(token_ids))
     for start in range(0, len(token_ids), 64):
-        model._forward(token_ids[start : start + 64], undivided)
+        model.forward(token_ids[start : start + 64], undivided)
     for more in (token_ids[:7], token_ids[7:8], token_ids[8:60]):
-        assert model._forward(more, restored) == model._forward(more, undivided)
+        assert model.forward(more, restored) == model.forward(more, undivided)
     for mine, own in zip(restored.layers, undivided.layers, strict=True):
         for name in ("keys", "values", "cumulative_length"):
             if hasattr(own, name):
@@ -246,23 +246,23 @@ def test_a_checkpoint_with_sliding_windows_in_every_layer(tmp_path):
 )
 def test_a_cache_of_another_kind_is_refused(architecture, other, complaint):
     model = seeded_model(other)
-    cache = model._empty_cache()
-    model._forward([0], cache)
+    cache = model.empty_cache()
+    model.forward([0], cache)
     with pytest.raises(ModelError, match=complaint):
         check_cache_form(cache_form(ModelSpec.small(architecture)), cache)
 
 
 def test_a_window_of_another_length_is_refused():
     model = seeded_model("gemma3")
-    cache = model._empty_cache()
-    model._forward([0], cache)
+    cache = model.empty_cache()
+    model.forward([0], cache)
     with pytest.raises(ModelError, match="window of 32 tokens, not of 16"):
         check_cache_form(cache_form(ModelSpec("gemma3", sliding_window=16)), cache)
 
 
 def test_a_model_of_other_length_is_refused():
     form = cache_form(ModelSpec.small("qwen3"))
-    cache = seeded_model("qwen3")._empty_cache()
+    cache = seeded_model("qwen3").empty_cache()
     shorter = CacheForm(3, form.components, form.layers[:3])
     with pytest.raises(ModelError, match="caches 4 layers, but its configuration says 3"):
         check_cache_form(shorter, cache)

@@ -533,9 +533,9 @@ def _numbers_by(change: Callable[[Any, Any], tuple[Any, Any]]) -> Plant:
 
 
 def _rows_of_other_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = descriptors._joined, count()
+    right, calls = descriptors.joined, count()
     monkeypatch.setattr(
-        descriptors, "_joined", lambda pieces: right(pieces if next(calls) % 2 else list(reversed(pieces)))
+        descriptors, "joined", lambda pieces: right(pieces if next(calls) % 2 else list(reversed(pieces)))
     )
 
 

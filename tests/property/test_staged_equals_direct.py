@@ -374,11 +374,11 @@ def _units_of_the_first_segment(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def units_of(write: Gathering, segment: Segment) -> bytes:
         key = segment.move, 0, 0
-        if key not in write._units:
-            numbers = write._command.moves[segment.move].destination_numbers
+        if key not in write.units:
+            numbers = write.command.moves[segment.move].destination_numbers
             count = segment.stop_unit - segment.first_unit
-            write._units[key] = moved_blocks.pack_units(numbers[segment.first_unit : segment.first_unit + count])
-        return write._units[key]
+            write.units[key] = moved_blocks.pack_units(numbers[segment.first_unit : segment.first_unit + count])
+        return write.units[key]
 
     monkeypatch.setattr(Gathering, "_units_of", units_of)
 
@@ -398,9 +398,9 @@ def _places_remembered_whatever_the_group(monkeypatch: pytest.MonkeyPatch) -> No
 
     def find(room: Any, units: bytes, route: Any, *args: Any, **named: Any) -> Any:
         key: Any = units
-        if key not in room._places:
-            room._places[key] = right(room, units, route, *args, **named)
-        return room._places[key]
+        if key not in room.found:
+            room.found[key] = right(room, units, route, *args, **named)
+        return room.found[key]
 
     monkeypatch.setattr(UnitPlaces, "find", find)
 

@@ -102,7 +102,7 @@ def _mooncake_breaks(transport: MooncakeTransport, patch: pytest.MonkeyPatch) ->
 
 def _mapped_breaks(transport: MappedTransport, patch: pytest.MonkeyPatch) -> None:
     """The second kernel is not launched."""
-    stream = type(transport._copies.streams.own())
+    stream = type(transport.copies.streams.own())
     launch, launched = stream.launch_runs, count(1)
 
     def launches(self: Any, copy: Any) -> None:

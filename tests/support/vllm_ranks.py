@@ -228,7 +228,7 @@ class Engine:
                 window_tokens=kind.window,
                 chunk_tokens=kind.chunk,
                 has_state=kind.has_state,
-                token_ranks=self._sharing(kind),
+                token_ranks=self.sharing(kind),
             )
             for number, kind in enumerate(self.kinds)
         )
@@ -237,7 +237,7 @@ class Engine:
         """Without a prefix cache, a block of state is one for the whole request."""
         return 1024 if kind.has_state else self.deployment.block_tokens
 
-    def _sharing(self, kind: Kind) -> int:
+    def sharing(self, kind: Kind) -> int:
         return self.deployment.dcp if kind.is_shared and not kind.has_state else 1
 
     def _rank(self, stage: int, pcp: int, tp: int) -> Rank:
@@ -328,7 +328,7 @@ class Engine:
         """Gives a request blocks from the first on, backwards, and null ones before what the next token attends to."""
         tables, start = [], first
         for kind in self.kinds:
-            tokens = self._block_tokens(kind) * self._sharing(kind)
+            tokens = self._block_tokens(kind) * self.sharing(kind)
             count = -(-request.num_prompt_tokens // tokens)
             null = kind.first_attended(computed) // tokens
             tables.append([Block(start + count - 1 - index, is_null=index < null) for index in range(count)])
@@ -337,9 +337,9 @@ class Engine:
         self.tables[request.request_id] = tables
         self.scheduler.allocated(request, tables, external)
 
-    def _places(self, rank: Rank, kind: Kind, blocks: Sequence[Block], tokens: int) -> list[int]:
+    def places(self, rank: Rank, kind: Kind, blocks: Sequence[Block], tokens: int) -> list[int]:
         """Where each token is in a layer's cache on a rank, by slot; -1 where it is not."""
-        sharing = self._sharing(kind)
+        sharing = self.sharing(kind)
         part = rank.place.tokens.part if sharing > 1 else 0
         numbers = [block.block_id for block in blocks]
         return self._slots(numbers, tokens, self.deployment.block_tokens, sharing, part, self.deployment.turn)
@@ -352,7 +352,7 @@ class Engine:
             if kind.has_state:
                 continue
             for rank in self.ranks:
-                slots = self._places(rank, kind, table, tokens)
+                slots = self.places(rank, kind, table, tokens)
                 for layer in kind.layers:
                     cache = rank.caches.get(kind.name(layer))
                     if cache is not None:

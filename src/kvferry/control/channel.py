@@ -293,7 +293,11 @@ class _Doorkeeper:
 
 
 class ListeningChannel:
-    """A prefill rank's end: many decode ranks connect to it, each identified by its endpoint's name."""
+    """A prefill rank's end: many decode ranks connect to it, each identified by its endpoint's name.
+
+    Attributes:
+        doorkeeper: answers who may come in; None without secrets.
+    """
 
     def __init__(
         self,
@@ -329,9 +333,9 @@ class ListeningChannel:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         if peer_timeout_s is not None:
             _end_silent(self.socket, peer_timeout_s)
-        self._doorkeeper: _Doorkeeper | None = None
+        self.doorkeeper: _Doorkeeper | None = None
         if credentials is not None:
-            self._doorkeeper = _Doorkeeper(context, credentials.connecting.public)
+            self.doorkeeper = _Doorkeeper(context, credentials.connecting.public)
             self.socket.setsockopt(zmq.CURVE_SERVER, 1)
             self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.listening.secret)
             self.socket.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
@@ -353,7 +357,7 @@ class ListeningChannel:
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
         """What to poll for input; `receive` takes care of all of them."""
-        doorkeeper = [] if self._doorkeeper is None else [self._doorkeeper.socket]
+        doorkeeper = [] if self.doorkeeper is None else [self.doorkeeper.socket]
         return [self.socket, *self._connections.monitors, *doorkeeper]
 
     def wait(self, timeout_ms: int) -> None:
@@ -369,8 +373,8 @@ class ListeningChannel:
         Returns only so many at a time, so that the thread that polls has time for other things.
         """
         self._connections.shut_surplus_down(self.port)
-        if self._doorkeeper is not None:
-            self._doorkeeper.answer()
+        if self.doorkeeper is not None:
+            self.doorkeeper.answer()
         return [
             (self._routes.sender_of(frames[0].decode("ascii")), frames[1])
             for frames in _waiting(self.socket)
@@ -399,8 +403,8 @@ class ListeningChannel:
         """Closes the socket; what was sent has half a second to leave."""
         self._connections.close(self.socket)
         self.socket.close()
-        if self._doorkeeper is not None:
-            self._doorkeeper.socket.close()
+        if self.doorkeeper is not None:
+            self.doorkeeper.socket.close()
 
 
 class ConnectedChannel:

@@ -80,6 +80,9 @@ class EtcdMembers:
 
     Raises:
         SettingsError: if etcd3gw is not installed, or a certificate cannot be used.
+
+    Attributes:
+        token: with which requests are allowed; None where none is needed.
     """
 
     def __init__(self, address: EtcdUrl, access: EtcdAccess, *, member_s: float = 1.0, deadline_s: float = 3.0) -> None:
@@ -99,7 +102,7 @@ class EtcdMembers:
         self._clients: tuple[Etcd3Client, ...] = ()
         self._is_closed = False
         self._current = 0  # of the members, the one that answered last
-        self._token: str | None = None
+        self.token: str | None = None
         self._streams: set[Response] = set()
 
     def load(self) -> None:
@@ -182,7 +185,7 @@ class EtcdMembers:
                     raise _AwayError(quoted(Exception(line.decode(errors="replace"))))
                 yield converted(answer["result"], kind)
         except _TokenExpiredError:
-            self._token = None
+            self.token = None
         except (requests.RequestException, ValueError, OSError, _AwayError) as error:
             if self._current == number:
                 self._current = (number + 1) % len(self._address.members)
@@ -196,7 +199,7 @@ class EtcdMembers:
 
     def forget_token(self) -> None:
         """Has the user get a new token with the next request."""
-        self._token = None
+        self.token = None
 
     def close(self) -> None:
         """Closes the connections, and ends what is read from them. May be called again."""
@@ -237,7 +240,7 @@ class EtcdMembers:
         try:
             return self._post(client, path, body, kind, self._authorization(client))
         except _TokenExpiredError:  # every member has forgotten it when all were started again
-            self._token = None
+            self.token = None
         try:
             return self._post(client, path, body, kind, self._authorization(client))
         except _TokenExpiredError as error:
@@ -246,10 +249,10 @@ class EtcdMembers:
     def _authorization(self, client: Etcd3Client) -> dict[str, str]:
         if self._access.user is None:
             return {}
-        token = self._token
+        token = self.token
         if token is None:
             body = {"name": self._access.user, "password": self._access.password}
-            token = self._token = self._post(client, "auth/authenticate", body, Token, {}).token
+            token = self.token = self._post(client, "auth/authenticate", body, Token, {}).token
         return {"authorization": token}
 
     def _post(

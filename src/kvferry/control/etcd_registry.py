@@ -161,6 +161,10 @@ class EtcdRegistry(Registry):
 
     Raises:
         SettingsError: if the url is no address of a cluster, etcd3gw is not installed, or a certificate cannot be used.
+
+    Attributes:
+        members: of the cluster, of which one is asked.
+        root: what all keys begin with.
     """
 
     def __init__(
@@ -176,8 +180,8 @@ class EtcdRegistry(Registry):
         self._url = address.url
         self._lease_s = max(1, math.ceil(lease_s))
         self._now = now
-        self._members = EtcdMembers(address, access)
-        self._root = f"{address.prefix}/v{API_VERSION}/"
+        self.members = EtcdMembers(address, access)
+        self.root = f"{address.prefix}/v{API_VERSION}/"
         self._lock = threading.Lock()
         self._written: dict[str, _Record] = {}  # by the keys of ranks that this process has registered
         self._epochs: dict[str, _Epoch] = {}  # by engine
@@ -228,14 +232,14 @@ class EtcdRegistry(Registry):
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine, see `Registry.engine`."""
         check_engine_name(name)
-        folder = self._engine_folder(name)
+        folder = self.engine_folder(name)
         entries = self._range(folder, is_folder=True)
         ranks = self._ranks(entries).get(name)
         return _view(name, ranks, _told_to_drain(entries)) if ranks else unknown(name, self._names())
 
     def engines(self) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, see `Registry.engines`."""
-        entries = self._range(self._root + "engines/", is_folder=True)
+        entries = self._range(self.root + "engines/", is_folder=True)
         found, told = self._ranks(entries), _told_to_drain(entries)
         return tuple(_view(name, ranks, told) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
 
@@ -248,7 +252,7 @@ class EtcdRegistry(Registry):
         lease = self._granted(_TOLD_TO_DRAIN_S)
         for each in told:
             body = {"key": encoded(self._draining_key(engine, each)), "lease": lease}
-            self._members.ask("kv/put", body, Done)
+            self.members.ask("kv/put", body, Done)
         return told
 
     def drains(self, endpoint: str) -> bool:
@@ -263,20 +267,20 @@ class EtcdRegistry(Registry):
                 if each.incarnation == endpoint:
                     self._call_the_roll(view.engine)
                     raise refuse_release(each, self._lease_s)
-        folder = self._root + "released/"
-        self._members.ask("kv/put", {"key": encoded(folder + quote(endpoint, safe=""))}, Done)
+        folder = self.root + "released/"
+        self.members.ask("kv/put", {"key": encoded(folder + quote(endpoint, safe=""))}, Done)
         oldest = self._range(folder, is_folder=True, sort_target="MOD", sort_order="ASCEND")
         for key in list(oldest)[:-MOST_RELEASED]:
-            self._members.ask("kv/deleterange", {"key": encoded(key)}, Done)
+            self.members.ask("kv/deleterange", {"key": encoded(key)}, Done)
 
     def released(self) -> tuple[str, ...]:
         """Returns the endpoints that operators have released, see `Registry.released`."""
-        folder = self._root + "released/"
+        folder = self.root + "released/"
         return tuple(unquote(key[len(folder) :]) for key in self._range(folder, is_folder=True, limit=MOST_RELEASED))
 
     def findings(self) -> Iterator[Finding]:
         """Says how the members are, for `kvferry doctor`; see `Registry.findings`."""
-        for member, status in self._members.ask_each("maintenance/status", Status):
+        for member, status in self.members.ask_each("maintenance/status", Status):
             if isinstance(status, str):
                 yield warning("registry", f"{member} does not answer: {status}", "start it: most members must run")
             elif not status.leader:
@@ -299,14 +303,14 @@ class EtcdRegistry(Registry):
 
     def load(self) -> None:
         """Loads what requests need, see `Registry.load`."""
-        self._members.load()
+        self.members.load()
 
     def close(self) -> None:
         """Closes the connections, see `Registry.close`."""
         with self._lock:
             self._closing.set()
             watching = self._watching
-        self._members.close()
+        self.members.close()
         if watching is not None and watching is not threading.current_thread():
             watching.join(_CLOSING_S)
 
@@ -321,7 +325,7 @@ class EtcdRegistry(Registry):
         told_key = self._draining_key(registration.engine, registration.incarnation)
         reads = [{"request_range": {"key": encoded(each), "keys_only": True}} for each in (key, engine_key, told_key)]
         body = {"compare": [has_value(key, msgspec.json.encode(record))], "success": reads}
-        answer = self._members.ask("kv/txn", body, Transaction)
+        answer = self.members.ask("kv/txn", body, Transaction)
         if not answer.succeeded:
             return None
         *own, told = [response.response_range.kvs for response in answer.responses]
@@ -336,7 +340,7 @@ class EtcdRegistry(Registry):
         """Registers a rank, as the engine is now; None if it has changed meanwhile."""
         engine, rank = registration.engine, registration.engine_rank
         key, engine_key = self._keys(registration)
-        folder = self._engine_folder(engine)
+        folder = self.engine_folder(engine)
         entries = self._range(folder, is_folder=True)
         if self._draining_key(engine, registration.incarnation) in entries:
             self._told_to_drain.add(registration.incarnation)
@@ -368,22 +372,22 @@ class EtcdRegistry(Registry):
 
     def _kept_alive(self, lease: int) -> _Hold | None:
         """Renews a lease, if no other rank has just now; None if it has run out."""
-        now = self._members.ask("lease/timetolive", {"ID": lease}, Lease)
+        now = self.members.ask("lease/timetolive", {"ID": lease}, Lease)
         if now.ttl < 0:
             return None
         # In whole seconds, of which the last has begun.
         if now.ttl > 0 and now.ttl + 1 > now.granted_ttl * _RENEWED_BELOW:
             # A leader that has just been elected counts no lease yet, and says that it lasts for centuries.
             return _Hold(lease, min(now.ttl, now.granted_ttl))
-        renewed = self._members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
+        renewed = self.members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
         return _Hold(lease, renewed.ttl) if renewed.ttl > 0 else None
 
     def _granted(self, lease_s: int | None = None) -> int:
-        return self._members.ask("lease/grant", {"TTL": lease_s or self._lease_s}, Lease).id
+        return self.members.ask("lease/grant", {"TTL": lease_s or self._lease_s}, Lease).id
 
     def _revoke(self, lease: int) -> None:
         try:
-            self._members.ask("lease/revoke", {"ID": lease}, Done)
+            self.members.ask("lease/revoke", {"ID": lease}, Done)
         except RegistryError as problem:
             log.debug("lease %x, which nobody uses, was not revoked and will run out: %s", lease, problem)
 
@@ -410,8 +414,8 @@ class EtcdRegistry(Registry):
         Args:
             present: keys of ranks that follow at once, with their values.
         """
-        engine_key = self._engine_folder(engine) + "lease"
-        entries = self._range(self._engine_folder(engine), is_folder=True)
+        engine_key = self.engine_folder(engine) + "lease"
+        entries = self._range(self.engine_folder(engine), is_folder=True)
         lease = self._granted()
         followed = {key: value for key, value in present.items() if key in entries and entries[key].value == value}
         compared = [unchanged(key, entries.get(key, _ABSENT)) for key in (engine_key, *followed)]
@@ -422,14 +426,14 @@ class EtcdRegistry(Registry):
     # ---- watching -----------------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        body = {"create_request": span(self._root + "engines/")}
+        body = {"create_request": span(self.root + "engines/")}
         retry_s = _WATCH_RETRY_S
         while not self._closing.is_set():
             try:
-                for news in self._members.stream("watch", body, Watched, _QUIET_S):
+                for news in self.members.stream("watch", body, Watched, _QUIET_S):
                     if news.canceled:
                         log.debug("changes at the registry are not told: %s", news.cancel_reason)
-                        self._members.forget_token()  # it may have been that
+                        self.members.forget_token()  # it may have been that
                         retry_s = min(2 * retry_s, _QUIET_S)
                         break
                     retry_s = _WATCH_RETRY_S
@@ -457,22 +461,23 @@ class EtcdRegistry(Registry):
 
     # ---- keys and values ----------------------------------------------------------------------------------------
 
-    def _engine_folder(self, engine: str) -> str:
-        return f"{self._root}engines/{engine}/"
+    def engine_folder(self, engine: str) -> str:
+        """Returns what all keys of an engine begin with."""
+        return f"{self.root}engines/{engine}/"
 
     def _rank_key(self, engine: str, engine_rank: int) -> str:
-        return f"{self._engine_folder(engine)}ranks/{engine_rank}"
+        return f"{self.engine_folder(engine)}ranks/{engine_rank}"
 
     def _draining_key(self, engine: str, endpoint: str) -> str:
-        return f"{self._engine_folder(engine)}{_DRAINING}{quote(endpoint, safe='')}"
+        return f"{self.engine_folder(engine)}{_DRAINING}{quote(endpoint, safe='')}"
 
     def _keys(self, registration: RankRegistration) -> tuple[str, str]:
         """Returns the keys of a rank and of its engine's lease."""
         engine = registration.engine
-        return self._rank_key(engine, registration.engine_rank), self._engine_folder(engine) + "lease"
+        return self._rank_key(engine, registration.engine_rank), self.engine_folder(engine) + "lease"
 
     def _engine_of(self, key: str) -> str | None:
-        name, slash, _ = key.removeprefix(self._root + "engines/").partition("/")
+        name, slash, _ = key.removeprefix(self.root + "engines/").partition("/")
         try:
             check_engine_name(name)
         except SettingsError:
@@ -481,7 +486,7 @@ class EtcdRegistry(Registry):
 
     def _names(self) -> tuple[str, ...]:
         """Returns the names of engines that have live ranks."""
-        entries = self._range(self._root + "engines/", is_folder=True, keys_only=True)
+        entries = self._range(self.root + "engines/", is_folder=True, keys_only=True)
         names = {self._engine_of(key) for key in entries if "/ranks/" in key}
         return tuple(sorted(name for name in names if name is not None))[:MOST_ENGINES]
 
@@ -499,11 +504,11 @@ class EtcdRegistry(Registry):
         """Reads a key, or all that begin with it."""
         selected = span(key) if is_folder else {"key": encoded(key)}
         body = {"limit": MOST_RANKS + MOST_ENGINES, **options, **selected}
-        return {_text(each.key): each for each in self._members.ask("kv/range", body, Range).kvs}
+        return {_text(each.key): each for each in self.members.ask("kv/range", body, Range).kvs}
 
     def _commit(self, compared: list[dict[str, Any]], writes: list[dict[str, Any]]) -> bool:
         """Writes all, if all that is compared is so; else nothing."""
-        return self._members.ask("kv/txn", {"compare": compared, "success": writes}, Transaction).succeeded
+        return self.members.ask("kv/txn", {"compare": compared, "success": writes}, Transaction).succeeded
 
     def _changes_too_fast(self, engine: str) -> RegistryError:
         return RegistryError(

@@ -59,12 +59,16 @@ class _Shared:
 
 
 class SharedRegistries:
-    """The clients of a process, by what they were made with. May be used from several threads at once."""
+    """The clients of a process, by what they were made with. May be used from several threads at once.
+
+    Attributes:
+        shared: what all clients of one registry share.
+    """
 
     def __init__(self) -> None:
         """Begins with none."""
         self._lock = threading.Lock()
-        self._shared: dict[Hashable, _Shared] = {}
+        self.shared: dict[Hashable, _Shared] = {}
 
     def registry(self, key: Hashable, make: Callable[[], Registry]) -> SharedRegistry:
         """Returns a registry for one user, to be closed by it.
@@ -74,9 +78,9 @@ class SharedRegistries:
             make: makes it.
         """
         with self._lock:
-            shared = self._shared.get(key)
+            shared = self.shared.get(key)
             if shared is None:
-                shared = self._shared[key] = _Shared(make())
+                shared = self.shared[key] = _Shared(make())
             user = SharedRegistry(shared, partial(self._leave, key, shared))
             shared.users.add(user)
         return user
@@ -85,8 +89,8 @@ class SharedRegistries:
         with self._lock:
             shared.users.discard(user)
             is_unused = not shared.users
-            if is_unused and self._shared.get(key) is shared:
-                del self._shared[key]
+            if is_unused and self.shared.get(key) is shared:
+                del self.shared[key]
         if is_unused:
             shared.client.close()
 
@@ -96,24 +100,24 @@ class SharedRegistry(Registry):
 
     def __init__(self, shared: _Shared, leave: Callable[[SharedRegistry], None]) -> None:
         """Takes the client, and what is called when this user closes it, as often as it does."""
-        self._shared = shared
+        self.shared = shared
         self._leave = leave
         self._is_closed = False
 
     @property
     def _client(self) -> Registry:
         if self._is_closed:
-            raise UsageError(f"the client of the registry at {self._shared.client.url} was closed")
-        return self._shared.client
+            raise UsageError(f"the client of the registry at {self.shared.client.url} was closed")
+        return self.shared.client
 
     @property
     def url(self) -> str:
         """The registry's address, see `Registry.url`."""
-        return self._shared.client.url
+        return self.shared.client.url
 
     def url_for(self, engine: str) -> str:
         """Returns the address of an engine's registry, see `Registry.url_for`."""
-        return self._shared.client.url_for(engine)
+        return self.shared.client.url_for(engine)
 
     def register(self, registration: RankRegistration) -> float:
         """Registers a rank, see `Registry.register`."""
@@ -137,7 +141,7 @@ class SharedRegistry(Registry):
 
         Of those that ask at the same time one asks the registry for all; what it says is never older than the question.
         """
-        client, shared = self._client, self._shared
+        client, shared = self._client, self.shared
         with shared.lock:
             look_ups = shared.look_ups.setdefault(name, _LookUps())
             look_ups.users += 1
@@ -186,7 +190,7 @@ class SharedRegistry(Registry):
 
     def watch(self, changed: OnChange) -> None:
         """Has changes told, see `Registry.watch`. The client watches once, however many do."""
-        client, shared = self._client, self._shared
+        client, shared = self._client, self.shared
         with shared.lock:
             shared.watchers.setdefault(self, []).append(changed)
             is_first, shared.is_watching = not shared.is_watching, True
@@ -201,7 +205,7 @@ class SharedRegistry(Registry):
 
     def close(self) -> None:
         """Ends this user's share, see `Registry.close`. Where an exception interrupted it, the next call finishes."""
-        with self._shared.lock:
+        with self.shared.lock:
             self._is_closed = True
-            self._shared.watchers.pop(self, None)
+            self.shared.watchers.pop(self, None)
         self._leave(self)

@@ -181,13 +181,14 @@ def _read_all(samples: Sequence[_Sample]) -> list[bytes]:
         opened = {file: files.enter_context(file.open("rb")).fileno() for file in {each.file for each in samples}}
 
         def share(first: int) -> list[bytes]:
-            return [_read(opened[each.file], each) for each in samples[first::_READERS]]
+            return [read_sample(opened[each.file], each) for each in samples[first::_READERS]]
 
         shares = list(readers.map(share, range(_READERS)))
         return [shares[number % _READERS][number // _READERS] for number in range(len(samples))]
 
 
-def _read(descriptor: int, sample: _Sample) -> bytes:
+def read_sample(descriptor: int, sample: _Sample) -> bytes:
+    """Reads a sample of a file."""
     data = os.pread(descriptor, sample.size, sample.offset)
     if len(data) != sample.size:
         raise ValueError(f"{sample.file.name} ends before byte {sample.offset + sample.size:,}")

@@ -248,11 +248,11 @@ def selectors(
         key = here.unit_step, here.page_step, there.unit_step, there.page_step, most
         alike.setdefault(key, []).append(piece)
     return tuple(
-        Selector(_joined([each.source for each in members]), _joined([each.destination for each in members]), most)
+        Selector(joined([each.source for each in members]), joined([each.destination for each in members]), most)
         for (*_, most), members in alike.items()
     )
 
 
-def _joined(pieces: Sequence[Numbers]) -> Numbers:
+def joined(pieces: Sequence[Numbers]) -> Numbers:
     """Joins the numbers of pieces with equal steps."""
     return Numbers(np.concatenate([each.firsts for each in pieces]), pieces[0].unit_step, pieces[0].page_step)

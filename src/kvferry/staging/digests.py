@@ -110,7 +110,11 @@ def segment_digests(segment: Segment, move: Move, piece: PackedPiece, address: i
 
 
 class DigestMemory:
-    """Kernels, and CPU memory to gather blocks into for their digests. For any thread; each has memory of its own."""
+    """Kernels, and CPU memory to gather blocks into for their digests. For any thread; each has memory of its own.
+
+    Attributes:
+        free: what nobody uses.
+    """
 
     def __init__(self, resources: StagingResources, regions: Sequence[Region], device: Device) -> None:
         """Makes the kernels; memory is taken when it is first needed.
@@ -138,7 +142,7 @@ class DigestMemory:
         self._device = device
         # Guards the list: every thread that digests takes a piece, and gives it back.
         self._lock = threading.Lock()
-        self._free: list[StagingMemory] = []
+        self.free: list[StagingMemory] = []
 
     @contextmanager
     def borrowed(self, num_bytes: int) -> Iterator[int]:
@@ -148,14 +152,14 @@ class DigestMemory:
             SettingsError: if there is no such memory.
         """
         with self._lock:
-            memory = self._free.pop() if self._free else None
+            memory = self.free.pop() if self.free else None
         if memory is None or memory.num_bytes < num_bytes:
             memory = self._resources.allocate(max(num_bytes, DIGESTED_BYTES), self._device)
         try:
             yield memory.address
         finally:
             with self._lock:
-                self._free.append(memory)
+                self.free.append(memory)
 
     def of_write(
         self, elected: Sequence[ElectedRoute], moves: Sequence[Move], pieces: Sequence[PackedPiece]

@@ -32,7 +32,12 @@ class Gathered:
 
 
 class Gathering:
-    """Gathers one write of a room, sub-chunk by sub-chunk."""
+    """Gathers one write of a room, sub-chunk by sub-chunk.
+
+    Attributes:
+        command: what is gathered.
+        units: as they travel; those of layer after layer are the same.
+    """
 
     def __init__(
         self,
@@ -59,7 +64,7 @@ class Gathering:
             is_digested: whether the receiver requested digests.
         """
         self._room = room
-        self._command = command
+        self.command = command
         self._packed = packed
         self._kernels = kernels
         self._writer = writer
@@ -68,7 +73,7 @@ class Gathering:
         self._gathers = None if is_digested else kernels.gathers(self._placed(chunk) for chunk in ahead)
         self._next = next(self._rest, None)
         self._gathered = 0
-        self._units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
+        self.units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
 
     @property
     def next_bytes(self) -> int | None:
@@ -96,16 +101,16 @@ class Gathering:
         part, self._gathered = self._gathered, self._gathered + 1
         notification = messages.StagedArrived(
             room=self._room,
-            generation=self._command.generation,
+            generation=self.command.generation,
             writer=self._writer,
-            sequence=self._command.sequence,
+            sequence=self.command.sequence,
             part=part,
             is_last=self._next is None,
             epoch=epoch,
             start=span.start,
             begin=span.begin,
             stop=span.stop,
-            unit=self._command.unit,
+            unit=self.command.unit,
             segments=segments,
         )
         return Gathered(
@@ -123,7 +128,7 @@ class Gathering:
         digests: list[messages.Digests | None] = []
         # Segment by segment, while the bytes are in the processor's cache.
         for segment, blocks in zip(chunk.segments, self._placed(chunk), strict=True):
-            move, piece, where = self._command.moves[segment.move], self._packed[segment.piece], address + blocks.offset
+            move, piece, where = self.command.moves[segment.move], self._packed[segment.piece], address + blocks.offset
             self._kernels.gather(blocks.starts, blocks.shape, where)
             digests.append(segment_digests(segment, move, piece, where, row_bytes=row_bytes))
         return digests
@@ -133,7 +138,7 @@ class Gathering:
         offset = 0
         found = []
         for segment in chunk.segments:
-            move, piece = self._command.moves[segment.move], self._packed[segment.piece]
+            move, piece = self.command.moves[segment.move], self._packed[segment.piece]
             which = slice(segment.first_unit, segment.stop_unit)
             starts = piece.source.starts(
                 segment.first_base, segment.stop_base, move.source_units[which], move.source_pages[which]
@@ -145,7 +150,7 @@ class Gathering:
     def _units_of(self, segment: Segment) -> bytes:
         """Returns the segment's units as they are sent."""
         key = segment.move, segment.first_unit, segment.stop_unit
-        if key not in self._units:
-            move = self._command.moves[segment.move]
-            self._units[key] = pack_units(move.destination_numbers[segment.first_unit : segment.stop_unit])
-        return self._units[key]
+        if key not in self.units:
+            move = self.command.moves[segment.move]
+            self.units[key] = pack_units(move.destination_numbers[segment.first_unit : segment.stop_unit])
+        return self.units[key]

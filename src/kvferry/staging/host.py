@@ -65,7 +65,13 @@ _MOST_SHAPES = 64
 
 
 class HostKernels(Kernels):
-    """Copies between a pool in CPU memory and staging memory. Releases the interpreter lock while it copies."""
+    """Copies between a pool in CPU memory and staging memory. Releases the interpreter lock while it copies.
+
+    Attributes:
+        rows: windows on the rows of blocks.
+        word_windows: on their words.
+        run_windows: on their runs.
+    """
 
     def __init__(self, regions: Sequence[Region]) -> None:
         """Takes the pool that the kernels copy from and to.
@@ -77,9 +83,9 @@ class HostKernels(Kernels):
         self._regions = sorted(region for region in regions if region.length)
         # torch wants windows to start at multiples of the word: an aligned address before the first serves every word.
         self._base = self._range.start & -_LARGEST_WORD
-        self._rows = lru_cache(_MOST_SHAPES)(self._make_rows)
-        self._word_windows = lru_cache(_MOST_SHAPES)(self._make_word_windows)
-        self._run_windows = lru_cache(_MOST_SHAPES)(self._make_run_windows)
+        self.rows = lru_cache(_MOST_SHAPES)(self._make_rows)
+        self.word_windows = lru_cache(_MOST_SHAPES)(self._make_word_windows)
+        self.run_windows = lru_cache(_MOST_SHAPES)(self._make_run_windows)
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
         self._range.check(starts, shape)
@@ -97,7 +103,7 @@ class HostKernels(Kernels):
             return
         loops = [(count, stride // shape.length) for count, stride in shape.loops]
         for first, last, part in stretches:
-            before, rows = self._rows(part, shape.length, int(starts[first] % shape.length))
+            before, rows = self.rows(part, shape.length, int(starts[first] % shape.length))
             numbers = spread((starts[first:last] - before) // shape.length, loops)
             packed = array_at(address + first * shape.num_bytes, (len(numbers),), rows.dtype.str)
             rows.take(numbers, out=packed, mode="clip")  # any other mode copies what it takes once more
@@ -113,7 +119,7 @@ class HostKernels(Kernels):
             return
         outer, inner = _split_loops(shape, word)
         starts = spread(starts, outer)
-        windows = self._word_windows(inner, word)
+        windows = self.word_windows(inner, word)
         indices = torch.from_numpy((starts - self._base) >> (word.bit_length() - 1))
         packed = torch.from_numpy(array_at(address, (len(starts), *windows.shape[1:]), _WORDS[word]))
         at_once = _WORDS_PER_CALL // (inner.num_bytes // word)
@@ -132,7 +138,7 @@ class HostKernels(Kernels):
         shape = _in_enough_parts(shape, len(starts))
         packed = array_at(address, (len(starts), *(count for count, _ in shape.loops)), f"|V{shape.length}")
         for first, last, part in self._stretches(starts, address):
-            self._run_windows(shape, part)[starts[first:last] - part.start] = packed[first:last]
+            self.run_windows(shape, part)[starts[first:last] - part.start] = packed[first:last]
 
     def _stretches(self, starts: StartArray, address: int) -> Iterator[tuple[int, int, AddressRange]]:
         """Yields which blocks to copy together, and the part of the pool that they are in: first, last + 1, part.

@@ -227,7 +227,8 @@ class MappedTransport(RangeTransport[MappedConnection]):
         super().register(regions, device)
 
     @property
-    def _copies(self) -> MappedCopies:
+    def copies(self) -> MappedCopies:
+        """What copies through mapped memory, known once memory is registered."""
         if self._made is None:
             raise RegistrationError("register memory first: it says which GPU copies")
         return self._made
@@ -246,12 +247,12 @@ class MappedTransport(RangeTransport[MappedConnection]):
             offer = _OFFER.decode(peer.private)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise TransportError(f"malformed metadata of {peer.name}'s mapped memory: {quoted(error)}") from error
-        _check_offer(peer, offer, self._copies.sharing.host)
+        _check_offer(peer, offer, self.copies.sharing.host)
         name = self._notifies.connect(offer.notifies)
         try:
             if name != peer.name:
                 raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
-            return MappedConnection(peer, Mappings(self._copies.sharing, offer.shared))
+            return MappedConnection(peer, Mappings(self.copies.sharing, offer.shared))
         except BaseException:
             self._notifies.disconnect(name)
             raise
@@ -281,7 +282,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
         alignment = alignment_of(VECTOR_BYTES, starts, lengths, strides)
         firsts = np.cumsum(counts) - counts
         try:
-            stream = self._copies.streams.own()
+            stream = self.copies.streams.own()
             made = DeviceRows(stream.upload(np.concatenate([firsts, starts, strides])), len(rows))
             if alignment not in self._compiled:
                 numbers = stream.upload(np.zeros(1, np.int32))
@@ -326,7 +327,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
         destinations: DescriptorIndices,
         notification: bytes,
     ) -> TransferHandle:
-        write = _MappedWrite(connection, len(sources), notification, self._copies.streams.own())
+        write = _MappedWrite(connection, len(sources), notification, self.copies.streams.own())
         with self._lock:
             if connection.is_hung_up:
                 raise PeerDisconnectedError(f"{connection.peer.name!r} was disconnected")
@@ -384,7 +385,7 @@ class MappedTransport(RangeTransport[MappedConnection]):
     def poll(self, transfer: TransferHandle) -> TransferReport | None:
         assert isinstance(transfer, _MappedWrite)
         if not transfer.has_ended:
-            self._copies.streams.bind()
+            self.copies.streams.bind()
             if transfer.event is None:
                 transfer.event = transfer.stream.record()
             # What this raises is the device's, and says nothing of whether the kernel has ended.

@@ -435,7 +435,7 @@ class Faults:
         from kvferry.engines.vllm.outgoing import PagesToSend
         from kvferry.engines.vllm.worker import WorkerSide
 
-        original = WorkerSide._pages
+        original = WorkerSide.pages
 
         def swapped(side: WorkerSide, *arguments: Any) -> PagesToSend:
             given = original(side, *arguments)
@@ -444,12 +444,12 @@ class Faults:
             pages[[0, -1]] = pages[[-1, 0]]
             return PagesToSend(given.start, pages)
 
-        self._replace(WorkerSide, "_pages", swapped)
+        self._replace(WorkerSide, "pages", swapped)
 
     def _drop_head(self) -> None:
         from kvferry.engines.vllm.worker import WorkerSide
 
-        original = WorkerSide._pages
+        original = WorkerSide.pages
 
         def dropped(side: WorkerSide, *arguments: Any) -> Any:
             given = original(side, *arguments)
@@ -457,12 +457,12 @@ class Faults:
                 cache[list(given.pages), 1] = 0
             return given
 
-        self._replace(WorkerSide, "_pages", dropped)
+        self._replace(WorkerSide, "pages", dropped)
 
     def _clear_states(self) -> None:
         from kvferry.engines.vllm.worker import WorkerSide
 
-        original = WorkerSide._send
+        original = WorkerSide.send
         layers = self._engine.engine.vllm_config.compilation_config.static_forward_context.values()
         states = [state for layer in layers if isinstance(layer.kv_cache, tuple) for state in layer.kv_cache]
 
@@ -472,7 +472,7 @@ class Faults:
                     state.zero_()
             original(side, sending, *arguments)
 
-        self._replace(WorkerSide, "_send", cleared)
+        self._replace(WorkerSide, "send", cleared)
 
     def _clear_layers(self, is_chosen: Callable[[str, Any], bool]) -> None:
         """Empties the blocks of layers before they are sent.
@@ -482,7 +482,7 @@ class Faults:
         """
         from kvferry.engines.vllm.worker import WorkerSide
 
-        original = WorkerSide._send
+        original = WorkerSide.send
         layers = self._engine.engine.vllm_config.compilation_config.static_forward_context
         groups = self._engine.scheduler.kv_cache_config.kv_cache_groups
 
@@ -494,7 +494,7 @@ class Faults:
                         layers[name].kv_cache[list(sent.blocks)] = 0
             original(side, sending, *arguments)
 
-        self._replace(WorkerSide, "_send", cleared)
+        self._replace(WorkerSide, "send", cleared)
 
     def _compare_nothing(self) -> None:
         from kvferry.protocol.transfer import sender
@@ -520,14 +520,14 @@ class Faults:
         from kvferry.engines.layer_ranges import LayerRanges
         from kvferry.engines.vllm.worker import WorkerSide
 
-        original = WorkerSide._send
+        original = WorkerSide.send
 
         def slowly(side: WorkerSide, *arguments: Any) -> None:
             original(side, *arguments)
             time.sleep(0.1)  # in which they are read
 
         self._replace(LayerRanges, "before", lambda ranges, number: ranges.count - 1)
-        self._replace(WorkerSide, "_send", slowly)
+        self._replace(WorkerSide, "send", slowly)
 
     def _withhold_last(self) -> None:
         from kvferry.engines.vllm.outgoing import OutgoingRequests

@@ -177,8 +177,8 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     size = pool_bytes(shape, shape.decode, rank)
     storage = TorchStorage(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
     pool = Pool(shape, shape.decode, rank, storage)
-    on_device = storage._tensor.numpy()
-    assert storage.address == storage._tensor.data_ptr() != storage.host.ctypes.data
+    on_device = storage.tensor.numpy()
+    assert storage.address == storage.tensor.data_ptr() != storage.host.ctypes.data
     assert storage.address % 4096 == 0
     assert (on_device[:size] == POISON).all()
     written(shape, pool)
@@ -192,12 +192,12 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     pool.fetch()
     assert wrong_bytes(pool, shape) > 0
     pattern.write(pool, shape)
-    storage._tensor[: size // 2].fill_(1)  # as a transfer would
+    storage.tensor[: size // 2].fill_(1)  # as a transfer would
     assert wrong_bytes(pool, shape) == 0  # what is here is a copy from before
     pool.fetch()
     assert wrong_bytes(pool, shape) > 0
     assert storage.copy_seconds(4096) > 0
-    assert torch.equal(storage._tensor[-4096:], storage._tensor[:4096])
+    assert torch.equal(storage.tensor[-4096:], storage.tensor[:4096])
 
 
 @pytest.mark.gpu

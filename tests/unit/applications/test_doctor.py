@@ -171,7 +171,7 @@ def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.Mo
     here = InProcessTransport(InProcessNetwork())
     monkeypatch.setattr(probe, "create_transport", lambda *_: here)
     with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
-        probe._measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True), Device())
+        probe.measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True), Device())
 
 
 def test_a_transport_that_is_not_known_is_a_finding(
@@ -265,15 +265,15 @@ def test_engines_whose_caches_mean_something_else_are_named_once_with_both_value
     ],
 )
 def test_a_network_that_is_far_or_loses_is_said(times: list[float], severity: Severity, expected: str):
-    finding = others._judged("h:1", times)
+    finding = others.judged("h:1", times)
     assert (finding.severity, expected in finding.what) == (severity, True), finding
 
 
 def test_a_control_port_that_is_closed_is_said():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
-        assert others._control(address).severity is Severity.GOOD
-    finding = others._control(address)
+        assert others.control_finding(address).severity is Severity.GOOD
+    finding = others.control_finding(address)
     assert finding.severity is Severity.ERROR
     assert f"{address}, which cannot be connected to from here" in finding.what
     assert "KVFERRY_CONTROL_PORT" in finding.remedy
@@ -289,7 +289,7 @@ def test_a_control_port_that_is_closed_is_said():
     ],
 )
 def test_whoever_does_not_answer_does_so_in_one_of_several_ways(error: httpx.HTTPError, what: str, remedy: str):
-    said = asking._why(error)
+    said = asking.why_unanswered(error)
     assert (what in said[0], remedy in said[1]) == (True, True), said
 
 
@@ -305,7 +305,7 @@ def test_whoever_does_not_answer_does_so_in_one_of_several_ways(error: httpx.HTT
     ],
 )
 def test_a_peer_may_be_given_without_its_port(peer: str, address: str):
-    assert doctor._with_port(peer) == address
+    assert doctor.with_port(peer) == address
 
 
 @pytest.mark.parametrize(("bytes_per_s", "largest"), [(1e6, 1 << 20), (4e6, 8 << 20), (1e9, 64 << 20)])
@@ -316,7 +316,7 @@ def test_a_slow_wire_is_measured_with_less(bytes_per_s: float, largest: int):
         written.append(num_bytes)
         return num_bytes / bytes_per_s
 
-    num_bytes, took_s = probe._bulk(write)
+    num_bytes, took_s = probe.write_bulk(write)
     assert (num_bytes, max(written)) == (largest, largest)
     assert num_bytes / took_s == pytest.approx(bytes_per_s)
     assert sum(written) / bytes_per_s < 5
@@ -325,7 +325,7 @@ def test_a_slow_wire_is_measured_with_less(bytes_per_s: float, largest: int):
 @pytest.mark.parametrize("held_up", [0, 1, 2, 3])
 def test_a_moment_in_which_the_machine_was_busy_does_not_make_the_wire_slow(held_up: int):
     took = itertools.count()
-    num_bytes, took_s = probe._bulk(lambda length: 0.6 if next(took) == held_up else length / 1e9)
+    num_bytes, took_s = probe.write_bulk(lambda length: 0.6 if next(took) == held_up else length / 1e9)
     assert num_bytes / took_s == pytest.approx(1e9)
 
 

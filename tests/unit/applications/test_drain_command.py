@@ -183,4 +183,4 @@ def test_doctor_and_top_show_who_drains(made: Callable[..., Requests], monkeypat
         with console.capture() as shown:
             console.print(page([sample], Rates({}, {}), width=120, most_rooms=5))
         assert word in shown.get()
-        assert any("is draining" in each.what for each in others._endpoint(sample, is_expected=True))
+        assert any("is draining" in each.what for each in others.endpoint_findings(sample, is_expected=True))

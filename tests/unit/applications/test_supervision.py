@@ -61,7 +61,7 @@ def supervised(tmp_path: Path) -> Iterator[Callable[..., Supervisor]]:
 
 
 def everybody(supervisor: Supervisor) -> list[psutil.Process]:
-    return psutil.Process(supervisor._process.pid).children(recursive=True)
+    return psutil.Process(supervisor.process.pid).children(recursive=True)
 
 
 def test_stopping_leaves_nothing(supervised: Callable[..., Supervisor], program: Callable[..., Program]):
@@ -118,7 +118,7 @@ def test_processes_that_end_while_they_are_being_ended_do_not_matter(
     supervised: Callable[..., Supervisor], program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
 ):
     supervisor = supervised(program("one"))
-    kill = supervisor._process.kill
+    kill = supervisor.process.kill
 
     def end_all_and_kill() -> None:
         processes = everybody(supervisor)
@@ -127,8 +127,8 @@ def test_processes_that_end_while_they_are_being_ended_do_not_matter(
             each.kill()
         assert_gone(processes)
 
-    monkeypatch.setattr(supervisor._process, "kill", end_all_and_kill)
-    supervisor._kill()
+    monkeypatch.setattr(supervisor.process, "kill", end_all_and_kill)
+    supervisor.kill()
     assert not supervisor.is_running
 
 

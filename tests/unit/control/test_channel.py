@@ -128,13 +128,13 @@ def test_a_listener_that_knows_the_secret_no_more_than_a_stranger_hears_nothing(
 def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
     """The question whether a client is known is not skipped when its answer is missing."""
     prefill = listen(FRIENDS)
-    assert prefill._doorkeeper is not None
+    assert prefill.doorkeeper is not None
     connect(prefill, FRIENDS).send(b"question")
     deadline = time.monotonic() + REFUSED_FOR_S
     while time.monotonic() < deadline:
         assert not prefill.socket.poll(50)  # without `receive`, which answers
     assert received(prefill, PATIENCE_S) == [("decode", b"question")]
-    prefill._doorkeeper.socket.close()
+    prefill.doorkeeper.socket.close()
     ask(connect(prefill, FRIENDS, "late"))
     assert not prefill.socket.poll(REFUSED_FOR_S * 1000)
 

@@ -77,15 +77,15 @@ def keys_of(etcd: EtcdCluster, lease: int) -> set[str]:
 
 def interrupt(client: EtcdRegistry, wrap: Callable[[Callable[[], Any]], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Has a callable called with a registry's next write, which is done when it is called."""
-    ask = client._members.ask
+    ask = client.members.ask
 
     def interrupted(path: str, body: dict[str, Any], kind: type[Any]) -> Any:
         if "request_put" not in json.dumps(body):
             return ask(path, body, kind)
-        monkeypatch.setattr(client._members, "ask", ask)
+        monkeypatch.setattr(client.members, "ask", ask)
         return wrap(lambda: ask(path, body, kind))
 
-    monkeypatch.setattr(client._members, "ask", interrupted)
+    monkeypatch.setattr(client.members, "ask", interrupted)
 
 
 class Counted:
@@ -94,7 +94,7 @@ class Counted:
     def __init__(self, *clients: EtcdRegistry) -> None:
         self.asked: Counter[str] = Counter()
         for each in clients:
-            self._count(each._members)
+            self._count(each.members)
 
     def _count(self, members: etcd_members.EtcdMembers) -> None:
         ask = members.ask
@@ -203,14 +203,14 @@ class TestOneLease:
         self, client: EtcdRegistry, monkeypatch: pytest.MonkeyPatch
     ):
         """The keeper would come back after a third of what it hears."""
-        ask, granted_s = client._members.ask, int(LEASE_S)
+        ask, granted_s = client.members.ask, int(LEASE_S)
 
         def uncounted(path: str, body: dict[str, Any], kind: type[Any]) -> Any:
             if path == "lease/timetolive":
                 return Lease(id=body["ID"], ttl=2**63 // 10**9, granted_ttl=granted_s)
             return ask(path, body, kind)
 
-        monkeypatch.setattr(client._members, "ask", uncounted)
+        monkeypatch.setattr(client.members, "ask", uncounted)
         for _ in range(2):
             assert client.register(rank(0)) == granted_s
 
@@ -256,7 +256,7 @@ class TestOneLease:
             assert joins.engine("prefill").registrations == (rank(1),)
 
     def test_a_write_whose_answer_was_lost_is_found_done(self, client: EtcdRegistry, monkeypatch: pytest.MonkeyPatch):
-        ask = client._members.ask
+        ask = client.members.ask
         lost: list[object] = []
 
         def losing(path: str, body: dict[str, Any], kind: type[Any]) -> Any:
@@ -266,7 +266,7 @@ class TestOneLease:
                 return ask(path, body, kind)  # as the next member is asked the same
             return answer
 
-        monkeypatch.setattr(client._members, "ask", losing)
+        monkeypatch.setattr(client.members, "ask", losing)
         client.register(rank(0))
         assert client.engine("prefill").registrations == (rank(0),)
         assert client.register(rank(0)) > 0
@@ -277,12 +277,12 @@ class TestKeys:
         self, etcd: EtcdCluster, client: EtcdRegistry, caplog: pytest.LogCaptureFixture
     ):
         client.register(rank(0))
-        folder = client._engine_folder("prefill")
+        folder = client.engine_folder("prefill")
         genuine = etcd.ask("kv/range", {"key": encoded(folder + "ranks/0")})["kvs"][0]["value"]
         etcd.ask("kv/put", {"key": encoded(folder + "ranks/1"), "value": encoded("garbage")})
         etcd.ask("kv/put", {"key": encoded(folder + "ranks/2"), "value": genuine})  # of another rank
         etcd.ask("kv/put", {"key": base64.b64encode(folder.encode() + b"\xff").decode(), "value": ""})
-        etcd.ask("kv/put", {"key": encoded(client._root + "engines/no slash"), "value": ""})
+        etcd.ask("kv/put", {"key": encoded(client.root + "engines/no slash"), "value": ""})
         assert client.engine("prefill").registrations == (rank(0),)
         assert [each.engine for each in client.engines()] == ["prefill"]
         assert client.engine("other").others == ("prefill",)
@@ -413,10 +413,10 @@ class TestAccess:
             access = EtcdAccess(user="kvferry", password=PASSWORD)
             with EtcdRegistry(etcd.url, 60.0, access=access) as client:
                 client.register(rank(0))
-                client._members._token = "forgotten.1"
+                client.members.token = "forgotten.1"
                 client.register(rank(0))
                 assert client.engine("prefill").registrations == (rank(0),)
-                client._members._token = "forgotten.1"
+                client.members.token = "forgotten.1"
                 told: list[str | None] = []
                 client.watch(told.append)
                 eventually("the watch has begun", lambda: None in told)

@@ -94,13 +94,13 @@ def test_those_that_ask_at_once_ask_the_registry_twice_at_most(client: Counted, 
         assert client.asked.wait(PATIENCE_S)
         client.revision = 7  # after the first question was asked
         others = [threads.submit(user.engine, "prefill") for user in users[1:]]
-        (look_ups,) = users[0]._shared.look_ups.values()  # type: ignore[attr-defined]
+        (look_ups,) = users[0].shared.look_ups.values()  # type: ignore[attr-defined]
         eventually("all have asked", lambda: look_ups.users == USERS)
         client.may_answer.set()
         assert first.result(PATIENCE_S).world_size == 0
         assert {each.result(PATIENCE_S).world_size for each in others} == {7}, "an answer older than the question"
     assert client.looked_up == 2
-    assert not users[0]._shared.look_ups  # type: ignore[attr-defined]
+    assert not users[0].shared.look_ups  # type: ignore[attr-defined]
 
 
 def test_engines_are_looked_up_beside_each_other(client: Counted, shared: Callable[[], Registry]):

@@ -73,13 +73,13 @@ def test_names_types_and_shapes_count(tmp_path: Path):
 
 def test_reads_are_bounded_however_many_tensors_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     read = []
-    right = checkpoints._read
+    right = checkpoints.read_sample
 
     def counted(descriptor: int, sample: Any) -> bytes:
         read.append(sample.size)
         return right(descriptor, sample)
 
-    monkeypatch.setattr(checkpoints, "_read", counted)
+    monkeypatch.setattr(checkpoints, "read_sample", counted)
     many = {f"expert.{number:05}": number.to_bytes(4, "little") * 256 for number in range(5000)}
     first = weights_identity(checkpoint(tmp_path / "a", many))
     assert len(read) == checkpoints.MOST_READS

@@ -343,14 +343,14 @@ def test_another_plug_in_that_takes_our_hook_away_is_noticed(sglang: FakeSGLang)
 
 
 def test_pages_are_not_received_where_no_queue_keeps_them(sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hooks, "_queues", type(hooks._queues)())
+    monkeypatch.setattr(hooks, "queues", type(hooks.queues)())
     sglang.start()
     with pytest.raises(EngineContractError, match=f"its hook on {TRANSFER_QUEUE} was not called before SGLang made"):
         hooks.check_pages_are_kept(limit_is_users=False)
 
 
 def test_a_limit_that_came_back_is_noticed(sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hooks, "_queues", type(hooks._queues)())
+    monkeypatch.setattr(hooks, "queues", type(hooks.queues)())
     sglang.start()
     queue = sglang.queue()
     queue.deferred_kv_release_timeout = 30.0
@@ -360,7 +360,7 @@ def test_a_limit_that_came_back_is_noticed(sglang: FakeSGLang, monkeypatch: pyte
 
 
 def test_the_users_own_limit_stays(sglang: FakeSGLang, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(hooks, "_queues", type(hooks._queues)())
+    monkeypatch.setattr(hooks, "queues", type(hooks.queues)())
     sglang.limits.is_set = lambda: True
     sglang.start()
     queue = sglang.queue()

@@ -91,7 +91,7 @@ def test_problems_are_bounded_whatever_addresses_requests_name(servers: Servers,
         servers.answers[f"a:{number}"] = EngineEndedError("refused")
         servers.look_ups.is_found(f"a:{number}")
         eventually("it has failed", servers.look_ups.problem, f"a:{number}", 0.0)
-    assert len(servers.look_ups._problems) == 3
+    assert len(servers.look_ups.problems) == 3
 
 
 @pytest.mark.parametrize(

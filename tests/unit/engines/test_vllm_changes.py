@@ -202,7 +202,7 @@ def test_a_reset_ends_what_is_on_its_way_and_leaves_what_runs(given: Any):
 @pytest.fixture
 def sleeper(given: Any) -> Any:
     """The same, of a vLLM that tells connectors of sleep."""
-    given.changes._follows_sleep = True
+    given.changes.follows_sleep = True
     return given
 
 

@@ -43,9 +43,9 @@ def check(decode: Engine, name: str, tokens: int, prefix: int, absent: AbstractS
     for kind, table in zip(decode.kinds, decode.tables[name], strict=True):
         if kind.has_state:
             continue
-        loaded = -(-tokens // (made.block_tokens * decode._sharing(kind)))
+        loaded = -(-tokens // (made.block_tokens * decode.sharing(kind)))
         for rank in decode.ranks:
-            slots = decode._places(rank, kind, table, tokens)
+            slots = decode.places(rank, kind, table, tokens)
             held = {slot for slot in slots[:prefix] if slot >= 0}
             first = tokens if kind in absent else max(prefix, kind.first_attended(tokens))
             came = {slot: first + number for number, slot in enumerate(slots[first:]) if slot >= 0}

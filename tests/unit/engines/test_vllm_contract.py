@@ -64,7 +64,7 @@ class it:
 
 
 def broken() -> tuple[str, ...]:
-    return Contract("vLLM", (), tuple(contract._hooks())).broken()
+    return Contract("vLLM", (), tuple(contract.hook_lines())).broken()
 
 
 def test_a_connector_interface_as_it_was(base: Any):

@@ -54,10 +54,10 @@ def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: py
 def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_never_ask():
     digests = PromptDigests()
     assert digests.of(request("r", LONG), len(LONG)) == prompt_digest(LONG)
-    assert not digests._digests
-    for number in range(prompts._MOST_REMEMBERED + 1):
+    assert not digests.found
+    for number in range(prompts.MOST_REMEMBERED + 1):
         digests.is_known(request(str(number), LONG[: LONGEST_AT_ONCE + 1]), len(LONG))
-    assert len(digests._digests) == prompts._MOST_REMEMBERED
+    assert len(digests.found) == prompts.MOST_REMEMBERED
 
 
 def test_a_prompt_that_is_given_as_an_embedding_has_no_tokens():

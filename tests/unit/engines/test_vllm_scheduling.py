@@ -231,7 +231,7 @@ class TestSending:
         assert scheduler.side.finished(request, is_aborted=True) == (True, None)
         assert scheduler.step(preempted=("r",)).preempted == {"r"}
         scheduler.side.reported(["r"], [])
-        assert not scheduler.side._unfinished
+        assert not scheduler.side.unfinished
 
     def test_preemption_of_others_is_nothing_to_tell(self):
         assert Scheduler().step(preempted=("other",)).preempted == set()

@@ -84,7 +84,7 @@ def test_an_endpoint_that_drains_still_takes_the_rooms_of_requests_that_the_engi
         fingerprint={},
         drain_timeout_s=7.0,
     )
-    decode = cast(Decode, side._decode)
+    decode = cast(Decode, side.decode)
     side.receive(Step())
     assert decode.drained == []
     for _ in range(3):

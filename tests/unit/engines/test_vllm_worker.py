@@ -122,7 +122,7 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
             receives=True,
             fingerprint={},
         )
-        return side, cast(Decode, side._decode), caches.layout.groups[0].name
+        return side, cast(Decode, side.decode), caches.layout.groups[0].name
 
     return started
 
@@ -332,7 +332,7 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
             layer_numbers=numbers,
         )
         step = Step(send=[BlocksToSend("r", 1, PAGE_TOKENS, {group.name: GroupBlocks(0, (3,))}, True)])
-        return side, cast(Outgoing, side._outgoing), step
+        return side, cast(Outgoing, side.outgoing), step
 
     return started
 
@@ -395,7 +395,7 @@ def test_on_a_gpu_nobody_can_attach_before_vllm_asks_for_what_it_must_hand_on(
     side = WorkerSide(
         caches, cast(Any, None), RankCoordinates(), settings, engine="e", sends=True, receives=False, fingerprint={}
     )
-    endpoint = cast(Announced, side._prefill)
+    endpoint = cast(Announced, side.prefill)
     ((thread, bound_to),) = bound
     assert thread.startswith("kvferry-vllm-start")
     assert bound_to == device

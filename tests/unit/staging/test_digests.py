@@ -79,7 +79,7 @@ def test_memory_is_used_again_and_grows_where_a_block_is_larger():
         assert again in (first, second)
     with memory.borrowed(DIGESTED_BYTES + 1), memory.borrowed(3 * DIGESTED_BYTES):
         pass
-    assert sorted(each.num_bytes for each in memory._free) == [DIGESTED_BYTES + 1, 3 * DIGESTED_BYTES]
+    assert sorted(each.num_bytes for each in memory.free) == [DIGESTED_BYTES + 1, 3 * DIGESTED_BYTES]
 
 
 def test_a_pool_on_a_gpu_is_refused_saying_what_to_do():

@@ -383,7 +383,7 @@ def test_windows_of_few_shapes_are_kept():
                 kernels.gather(starts, BlockShape((), length), memory.address)
                 kernels.gather(starts, BlockShape(((2, 3 * length + 1),), length + 1), memory.address)
                 kernels.scatter(memory.address, starts, BlockShape((), length))
-    for windows in (kernels._rows, kernels._word_windows, kernels._run_windows):
+    for windows in (kernels.rows, kernels.word_windows, kernels.run_windows):
         kept = windows.cache_info()
         assert kept.currsize <= 64
         assert kept.hits >= 490, "a shape that was just there was made again"

@@ -178,7 +178,7 @@ def test_without_writes_a_mapping_ends_with_its_connection(two: Two):
 
 
 def test_a_launch_that_fails_leaves_nothing_in_flight(two: Two, monkeypatch: pytest.MonkeyPatch):
-    stream = two.here._copies.streams.own()
+    stream = two.here.copies.streams.own()
 
     def fail(*_: object) -> None:
         raise RuntimeError("no memory left")
@@ -195,7 +195,7 @@ def test_a_launch_that_fails_leaves_nothing_in_flight(two: Two, monkeypatch: pyt
 
 
 def test_one_of_which_a_part_was_launched_fails_when_that_has_ended(two: Two, monkeypatch: pytest.MonkeyPatch):
-    stream, lists = two.here._copies.streams.own(), two.lists(64, 100)
+    stream, lists = two.here.copies.streams.own(), two.lists(64, 100)
     launched = []
     launch = type(stream).launch_runs
 
@@ -305,7 +305,7 @@ def test_a_peer_on_another_host_is_refused(two: Two):
 
 
 def test_nor_is_one_whose_host_nothing_shows(two: Two):
-    two.here._copies.sharing.host = ""
+    two.here.copies.sharing.host = ""
     with pytest.raises(TransportError, match="nothing shows that it is on this"):
         two.here.connect(two.make(offers=True, host="").metadata())
 

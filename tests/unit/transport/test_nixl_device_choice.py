@@ -63,11 +63,11 @@ def test_an_address_of_no_interface_is_left_to_ucx():
 
 
 def test_the_doctor_warns_of_what_may_lead_nowhere():
-    found = nixl_diagnosis._device(chosen_device(far(nixl_device="all")))
+    found = nixl_diagnosis.device_finding(chosen_device(far(nixl_device="all")))
     assert found.severity.name == "WARNING"
     assert "eth0, eth1 have addresses" in found.what
     assert "KVFERRY_NIXL_DEVICE" in found.remedy
-    assert nixl_diagnosis._device(chosen_device(far())).severity.name == "GOOD"
+    assert nixl_diagnosis.device_finding(chosen_device(far())).severity.name == "GOOD"
 
 
 def test_the_system_says_which_interface_has_an_address(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -97,7 +97,11 @@ class HostStorage(Storage):
 
 
 class TorchStorage(Storage):
-    """Memory of a device that torch knows."""
+    """Memory of a device that torch knows.
+
+    Attributes:
+        tensor: the memory.
+    """
 
     def __init__(self, num_bytes: int, device: Device, torch_device: str) -> None:
         import torch
@@ -107,23 +111,23 @@ class TorchStorage(Storage):
         self._copy = torch.from_numpy(self.host)
         whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=torch_device)
         skipped = -whole.data_ptr() % ALIGNMENT
-        self._tensor = whole[skipped : skipped + num_bytes]
-        self.address = self._tensor.data_ptr()
+        self.tensor = whole[skipped : skipped + num_bytes]
+        self.address = self.tensor.data_ptr()
 
     def fill(self, value: int, num_bytes: int) -> None:
-        self._tensor[:num_bytes].fill_(value)
-        _finish(self._tensor)
+        self.tensor[:num_bytes].fill_(value)
+        _finish(self.tensor)
 
     def push(self, num_bytes: int) -> None:
-        self._tensor[:num_bytes].copy_(self._copy[:num_bytes])
-        _finish(self._tensor)
+        self.tensor[:num_bytes].copy_(self._copy[:num_bytes])
+        _finish(self.tensor)
 
     def fetch(self, num_bytes: int) -> None:
-        self._copy[:num_bytes].copy_(self._tensor[:num_bytes])
-        _finish(self._tensor)
+        self._copy[:num_bytes].copy_(self.tensor[:num_bytes])
+        _finish(self.tensor)
 
     def copy_seconds(self, num_bytes: int) -> float:
-        tensor = self._tensor
+        tensor = self.tensor
         length = min(num_bytes, len(tensor) // 2)
         _finish(tensor)
         started = time.perf_counter()

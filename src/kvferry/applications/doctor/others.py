@@ -96,13 +96,14 @@ def endpoints(targets: Sequence[str], *, are_expected: bool) -> Iterator[Finding
     """
     samples = ask_once(targets)
     for sample in samples:
-        yield from _endpoint(sample, is_expected=are_expected)
+        yield from endpoint_findings(sample, is_expected=are_expected)
     yield from _fingerprints([sample.status for sample in samples if sample.status is not None])
     for trouble in troubles([sample for sample in samples if sample.status is not None]):
         yield error("endpoints", trouble, "docs/observability.md says what to look at")
 
 
-def _endpoint(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
+def endpoint_findings(sample: Sample, *, is_expected: bool) -> Iterator[Finding]:
+    """Yields what an endpoint's status shows."""
     status = sample.status
     if status is None:
         if is_expected:
@@ -156,7 +157,7 @@ def peer(address: str) -> Iterator[Finding]:
         yield error("peer", f"{address} {sample.problem}", sample.remedy or "is it an endpoint, and of this version?")
         return
     took_s = time.monotonic() - begun_at
-    yield from _endpoint(sample, is_expected=True)
+    yield from endpoint_findings(sample, is_expected=True)
     for trouble in troubles([sample]):
         yield error("peer", trouble, "docs/observability.md says what to look at")
     # Its clock was read somewhere between our asking and its answer.
@@ -169,11 +170,11 @@ def peer(address: str) -> Iterator[Finding]:
     else:
         yield good("clock", f"that of {address} differs by less than {max(skew_s, took_s):.2f} s")
     if sample.status.address:
-        yield _control(sample.status.address)
+        yield control_finding(sample.status.address)
     yield from _round_trip(address)
 
 
-def _control(address: str) -> Finding:
+def control_finding(address: str) -> Finding:
     """Whether decode ranks here can connect to a prefill rank: its control port is another than the one asked."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     try:
@@ -198,10 +199,10 @@ def _round_trip(address: str) -> Iterator[Finding]:
                 yield error("peer", f"{address} answers at times only: {problem}", "look at the network in between")
                 return
             times.append(time.monotonic() - begun_at)
-    yield _judged(address, times)
+    yield judged(address, times)
 
 
-def _judged(address: str, times: Sequence[float]) -> Finding:
+def judged(address: str, times: Sequence[float]) -> Finding:
     """What round trips of so many seconds mean."""
     middle_s, longest_s = sorted(times)[len(times) // 2], max(times)
     said = f"{address} answers within {middle_s * 1e3:.1f} ms"

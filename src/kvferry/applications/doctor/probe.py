@@ -142,7 +142,7 @@ def _write(transport: Transport, source: Region, peer: str, address: int) -> flo
     return took_s
 
 
-def _bulk(write: Callable[[int], float]) -> tuple[int, float]:
+def write_bulk(write: Callable[[int], float]) -> tuple[int, float]:
     """Returns how many bytes were written at a time, and how long that took at best.
 
     Args:
@@ -159,7 +159,8 @@ def _bulk(write: Callable[[int], float]) -> tuple[int, float]:
     return num_bytes, min(rounds_s)
 
 
-def _measure(target: Target, device: Device) -> Measured:
+def measure(target: Target, device: Device) -> Measured:
+    """Measures what a target's transport does."""
     memory = _filled(device, target.value)
     source = memory.region
     transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
@@ -169,7 +170,9 @@ def _measure(target: Target, device: Device) -> Measured:
         )
     transport.register([source], device)
     peer = transport.connect(target.metadata)
-    num_bytes, bulk_s = _bulk(lambda length: _write(transport, Region(source.address, length), peer, target.address))
+    num_bytes, bulk_s = write_bulk(
+        lambda length: _write(transport, Region(source.address, length), peer, target.address)
+    )
     small = Region(source.address, _SMALL_BYTES)
     small_s = min(_write(transport, small, peer, target.address) for _ in range(_SMALL_ROUNDS))
     if not target.is_right(num_bytes):
@@ -183,7 +186,7 @@ def main() -> None:
     where = sys.argv[1] if len(sys.argv) > 1 else ""
     device = checked_device("cuda" if where == GPU else "cpu")
     with _process(device) if where in ("", GPU) else _doctor(where) as target:
-        measured = _measure(target, device)
+        measured = measure(target, device)
     sys.stdout.write("\n" + msgspec.json.encode(measured).decode() + "\n")
 
 

@@ -55,7 +55,7 @@ def run(
         ConfigurationError: if an address makes no sense.
     """
     targets = addresses(given)
-    peers = addresses([_with_port(peer)]) if peer else []
+    peers = addresses([with_port(peer)]) if peer else []
     doctors = addresses([wire_to]) if wire_to else []
     table = Table(box=None, pad_edge=False, show_header=False)
     for _ in range(3):
@@ -75,7 +75,7 @@ def run(
     return worst
 
 
-def _with_port(peer: str) -> str:
+def with_port(peer: str) -> str:
     """Adds the usual port where only a host is given: an IPv6 address with or without its brackets, too."""
     bare = peer.strip("[]")
     if bare.count(":") > 1 and "]:" not in peer:

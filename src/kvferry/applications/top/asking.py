@@ -113,7 +113,7 @@ class Asker:
             found = _STATUS.decode(self._get(address, "status"))
             sent_bytes = _sent_bytes(self._get(address, "metrics").decode())
         except httpx.HTTPError as error:
-            what, remedy = _why(error)
+            what, remedy = why_unanswered(error)
             return Sample(address, time.monotonic(), None, f"does not answer: {what}", remedy)
         except (msgspec.MsgspecError, ValueError) as error:
             return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
@@ -128,7 +128,7 @@ class Asker:
         return answer.body
 
 
-def _why(error: httpx.HTTPError) -> tuple[str, str]:
+def why_unanswered(error: httpx.HTTPError) -> tuple[str, str]:
     """What it means that an endpoint did not answer, and what may help: the ways of it call for different people."""
     if isinstance(error, httpx.ConnectTimeout):
         return (

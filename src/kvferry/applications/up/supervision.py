@@ -62,6 +62,7 @@ class Supervisor:
 
     Attributes:
         directory: of the configuration and the logs.
+        process: supervises the programs.
     """
 
     def __init__(self, programs: Sequence[Program], directory: Path) -> None:
@@ -83,7 +84,7 @@ class Supervisor:
             configuration(programs, directory).write(file)
         command = (sys.executable, "-m", "supervisor.supervisord", "--nodaemon", "--configuration", str(config))
         # In a group of its own: Ctrl-C reaches us alone, and we stop everything in order.
-        self._process = subprocess.Popen(  # noqa: S603 - our own interpreter, and a file of ours
+        self.process = subprocess.Popen(  # noqa: S603 - our own interpreter, and a file of ours
             command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
         )
 
@@ -94,7 +95,7 @@ class Supervisor:
     @property
     def is_running(self) -> bool:
         """Whether the supervisor itself runs."""
-        return self._process.poll() is None
+        return self.process.poll() is None
 
     def wait_serving(self, timeout_s: float, on_serving: Callable[[Program], None]) -> None:
         """Waits until every process serves.
@@ -125,29 +126,30 @@ class Supervisor:
 
     def wait(self) -> None:
         """Waits for the end of the supervisor."""
-        self._process.wait()
+        self.process.wait()
 
     def stop(self) -> None:
         """Stops every process in order and waits for that; whoever interrupts the wait ends all of them at once."""
         if not self.is_running:
             return
         try:
-            self._process.send_signal(signal.SIGTERM)
-            self._process.wait(_STOP_S * (len(self._programs) + 1))  # they stop one after the other
+            self.process.send_signal(signal.SIGTERM)
+            self.process.wait(_STOP_S * (len(self._programs) + 1))  # they stop one after the other
         except (subprocess.TimeoutExpired, KeyboardInterrupt):
-            self._kill()
+            self.kill()
 
-    def _kill(self) -> None:
+    def kill(self) -> None:
+        """Kills what is left, at once."""
         import psutil
 
         programs: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):  # here and below: it may have ended meanwhile
-            programs = psutil.Process(self._process.pid).children()
-        self._process.kill()  # first: it would start them again
+            programs = psutil.Process(self.process.pid).children()
+        self.process.kill()  # first: it would start them again
         for program in programs:
             with suppress(psutil.NoSuchProcess):
                 program.kill()  # and with it goes whatever it has started, see `together`
-        self._process.wait()
+        self.process.wait()
         psutil.wait_procs(programs, timeout=_STOP_S)
 
 

@@ -210,6 +210,7 @@ class DecodeDriver(Loop):
     # ---- messages -----------------------------------------------------------------------------------------------
 
     def receive(self, connection: Connection, now: float) -> None:
+        """Takes what has come through a connection."""
         address = connection.address
         received = connection.receive()  # first: to hear of a break may close the connection
         if received:
@@ -252,6 +253,7 @@ class DecodeDriver(Loop):
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
+        """Does what time asks for."""
         self.callbacks.report()
         self._links.tick(now)
         self.context.settling.look()

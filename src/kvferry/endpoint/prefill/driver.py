@@ -355,6 +355,7 @@ class PrefillDriver(Loop):
                 log.log(level, "%s to %s was lost: %s", type(message).__name__, receiver, error)
 
     def receive_one(self, identity: str, data: bytes, now: float) -> None:
+        """Takes a message of a decode rank. What is wrong with it is logged."""
         try:
             self.receive(identity, data, now)
         except (MessageError, VersionError) as error:
@@ -363,6 +364,7 @@ class PrefillDriver(Loop):
             log.exception("a message from %s met an unexpected error; the others go on", identity)
 
     def receive(self, identity: str, data: bytes, now: float) -> None:
+        """Takes a message of a decode rank; raises MessageError or VersionError if it makes no sense."""
         message = codec.decode_to_prefill(data, self._identity.versions)
         self.context.spoken.record(identity, codec.version_of(data))
         peer = self.ranks.peer(identity)
@@ -400,6 +402,7 @@ class PrefillDriver(Loop):
                     self.rooms.expected(rooms, now)
 
     def take_numbered(self, identity: str, message: messages.Numbered) -> None:
+        """Takes a message of a reliable channel, in its order."""
         taken = self.ranks.channels.take(identity, message)
         if taken is None:
             # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
@@ -484,6 +487,7 @@ class PrefillDriver(Loop):
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float, *, longest_wait_s: float) -> None:
+        """Does what time asks for."""
         self.callbacks.report()
         self.workers.report_held_up()
         self.admission.tick()

@@ -96,7 +96,7 @@ def loss(targets: tuple[str, ...]) -> str:
 
 # ---- pages that are kept until it is proven that nothing writes to them ---------------------------------------------
 
-_queues: WeakSet[Any] = WeakSet()
+queues: WeakSet[Any] = WeakSet()
 """This process's transfer queues that keep pages for as long as it takes."""
 
 
@@ -109,7 +109,7 @@ def keep_until_proven(queue: Any, *, limit_is_users: bool) -> None:
     """
     if not limit_is_users:
         queue.deferred_kv_release_timeout = math.inf
-    _queues.add(queue)
+    queues.add(queue)
 
 
 def check_pages_are_kept(*, limit_is_users: bool) -> None:
@@ -121,12 +121,12 @@ def check_pages_are_kept(*, limit_is_users: bool) -> None:
     Raises:
         EngineContractError: if this process has no transfer queue that our hook has seen, or one with a limit.
     """
-    if not _queues:
+    if not queues:
         raise EngineContractError(
             f"kvferry refuses to serve: its hook on {TRANSFER_QUEUE} was not called before SGLang made its manager, so "
             "that pages of failed requests would be given to others while they may still be written to"
         )
-    limits = [queue.deferred_kv_release_timeout for queue in _queues]
+    limits = [queue.deferred_kv_release_timeout for queue in queues]
     if not limit_is_users and any(limit != math.inf for limit in limits):
         raise EngineContractError(
             f"kvferry refuses to serve: SGLang's DecodeTransferQueue gives pages of failed requests away after "

@@ -69,7 +69,11 @@ class Problem:
 
 
 class LookUps(Generic[T]):
-    """Looks servers up by address, for a scheduler's thread."""
+    """Looks servers up by address, for a scheduler's thread.
+
+    Attributes:
+        problems: why servers are not known, by address.
+    """
 
     def __init__(self, look_up: Callable[[str], T], found: MutableMapping[str, T]) -> None:
         """Has looked nothing up yet.
@@ -84,7 +88,7 @@ class LookUps(Generic[T]):
         # Guards what follows: the scheduler begins look-ups, which end on threads of ours.
         self._lock = threading.Lock()
         self._under_way: set[str] = set()
-        self._problems: OrderedDict[str, Problem] = OrderedDict()
+        self.problems: OrderedDict[str, Problem] = OrderedDict()
         self._pool = ThreadPoolExecutor(_THREADS, "kvferry-sglang-look-up")
         self._strangers = ThreadPoolExecutor(_THREADS_FOR_STRANGERS, "kvferry-sglang-look-up-new")
 
@@ -93,7 +97,7 @@ class LookUps(Generic[T]):
         if address in self._found:
             return True
         with self._lock:
-            problem = self._problems.get(address)
+            problem = self.problems.get(address)
             has_just_failed = problem is not None and time.monotonic() < problem.at + AGAIN_S
             if has_just_failed or address in self._under_way:
                 return False
@@ -104,7 +108,7 @@ class LookUps(Generic[T]):
 
     def problem(self, address: str, since: float) -> Problem | None:
         """Returns why the last look-up failed, if one has since then."""
-        problem = self._problems.get(address)
+        problem = self.problems.get(address)
         return problem if problem is not None and problem.at >= since else None
 
     def close(self) -> None:
@@ -121,11 +125,11 @@ class LookUps(Generic[T]):
             problem = Problem(error, time.monotonic())
         with self._lock:
             self._under_way.discard(address)
-            self._problems.pop(address, None)
+            self.problems.pop(address, None)
             if found is not None:
                 self._found[address] = found
                 self._have_answered.add(address)
             elif problem is not None:
-                self._problems[address] = problem
-                while len(self._problems) > _MOST_PROBLEMS:
-                    self._problems.popitem(last=False)
+                self.problems[address] = problem
+                while len(self.problems) > _MOST_PROBLEMS:
+                    self.problems.popitem(last=False)

@@ -35,7 +35,11 @@ class _BlockPool(Protocol):
 
 
 class Changes:
-    """Takes what changes in the engine of a connector's side in the scheduler. Owned by its thread."""
+    """Takes what changes in the engine of a connector's side in the scheduler. Owned by its thread.
+
+    Attributes:
+        follows_sleep: whether sleeping discards what was cached.
+    """
 
     def __init__(self, side: SchedulerSide, conditions: Conditions, *, follows_sleep: bool = False) -> None:
         """Begins with an engine that has just started.
@@ -45,7 +49,7 @@ class Changes:
             conditions: what caches depend on.
             follows_sleep: whether this vLLM tells connectors when it gives the caches' memory back.
         """
-        self._follows_sleep = follows_sleep
+        self.follows_sleep = follows_sleep
         self._side, self._conditions = side, conditions
         self._requests: dict[str, Any] = {}  # those that have come in and not ended
         self._tables: BlockTables | None = None
@@ -105,7 +109,7 @@ class Changes:
         Raises:
             UsageError: if nobody will tell when it has been replaced.
         """
-        if not self._follows_sleep:
+        if not self.follows_sleep:
             raise UsageError(
                 "kvferry has registered the KV cache's memory, and this vLLM does not say when sleep and waking "
                 "replace it: other servers would write to what is somebody else's by then. End this server instead, or "

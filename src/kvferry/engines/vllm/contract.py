@@ -76,7 +76,8 @@ _NEW_IN_0_33 = {
 """What it asks of sleep and waking; before, it told connectors of neither."""
 
 
-def _hooks(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
+def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
+    """Yields what the plug-in needs of vLLM's hooks."""
     for name, parameters in _HOOKS.items():
         if name not in unknown:
             yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
@@ -459,7 +460,7 @@ def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[
     caches = (_caches, _states, _projections)
     parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _connectors_and_metrics)
     others = (line for part in parts for line in part())
-    return Contract("vLLM", (tried,), (*_hooks(unknown), *others, *more))
+    return Contract("vLLM", (tried,), (*hook_lines(unknown), *others, *more))
 
 
 CONTRACTS = (

@@ -71,6 +71,7 @@ class SchedulerSide:
 
     Attributes:
         log: counts the requests that no worker hears of.
+        unfinished: requests of which the workers do not have all.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SchedulerSide:
         self._tables: BlockTables | None = None
         self._pool: BlockPool | None = None
         self._sending: dict[str, _Sending] = {}
-        self._unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
+        self.unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._held = HeldRequests(hold_s)
         self._receiving: set[str] = set()
         self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
@@ -237,7 +238,7 @@ class SchedulerSide:
                 return
             self._sent_choices.add(key, params)
         tokens = self._sent_tokens(request)
-        self._sending[name] = self._unfinished[name] = _Sending(
+        self._sending[name] = self.unfinished[name] = _Sending(
             request, params, tokens, depends_on=self._conditions(request, tokens)
         )
 
@@ -374,9 +375,9 @@ class SchedulerSide:
                 sending.next_blocks.clear()
                 # All is computed again, and given to the workers again: they know what they still lack.
                 sending.is_complete = False
-                self._unfinished[name] = sending
+                self.unfinished[name] = sending
                 self._release(sending)
-        for name, sending in list(self._unfinished.items()):
+        for name, sending in list(self.unfinished.items()):
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         if self._pool is not None:
@@ -409,7 +410,7 @@ class SchedulerSide:
             sending.is_begun = True
         if is_last:
             sending.is_complete = True
-            del self._unfinished[name]
+            del self.unfinished[name]
 
     def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
         """Keeps blocks that vLLM gives away as soon as no later token needs them."""
@@ -446,7 +447,7 @@ class SchedulerSide:
             if fetch is not None:
                 fetch.request = None  # no other choice is to have it
             if sending is not None:
-                self._unfinished.pop(name, None)
+                self.unfinished.pop(name, None)
                 sending.depends_on = {}  # whatever were sent of it would be refused
             if name in self._receiving or name in self._copied:
                 self._outdated.add(name)
@@ -475,7 +476,7 @@ class SchedulerSide:
             return False, None if is_aborted else self._answer(answered, name, tokens)
         sending = self._sending.get(name)
         if sending is not None:
-            self._unfinished.pop(name, None)
+            self.unfinished.pop(name, None)
         if sending is None or not sending.is_begun:
             self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
@@ -537,7 +538,7 @@ class SchedulerSide:
         self._step.fail |= again
         for name in sent:
             self._held.forget(name)
-            self._unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
+            self.unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
             sending = self._sending.pop(name, None)
             if sending is not None:
                 self._release(sending)

@@ -74,7 +74,13 @@ class Results:
 
 
 class WorkerSide:
-    """The connector in a worker, owned by its main thread. Only its start and its end wait for anything."""
+    """The connector in a worker, owned by its main thread. Only its start and its end wait for anything.
+
+    Attributes:
+        prefill: sends; None on a decode server.
+        decode: receives; None on a prefill server.
+        outgoing: requests that are being sent.
+    """
 
     def __init__(
         self,
@@ -114,11 +120,11 @@ class WorkerSide:
         """
         self._described, self._copier = described, copier
         self._layout_groups = {group.name: group for group in described.layout.groups}
-        self._prefill: PrefillEndpoint | None = None
-        self._decode: DecodeEndpoint | None = None
+        self.prefill: PrefillEndpoint | None = None
+        self.decode: DecodeEndpoint | None = None
         self._draining: list[PrefillEndpoint | DecodeEndpoint] = []  # those that were told to
         self._drain_timeout_s, self._settles_s = drain_timeout_s, settings.quarantine_s
-        self._outgoing: OutgoingRequests | None = None
+        self.outgoing: OutgoingRequests | None = None
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
         self._log = TransferLog()
@@ -140,7 +146,7 @@ class WorkerSide:
         def start() -> None:
             bind_thread(layout.device)
             if sends:
-                self._prefill = PrefillEndpoint(
+                self.prefill = PrefillEndpoint(
                     layout,
                     engine=engine,
                     coordinates=coordinates,
@@ -149,9 +155,9 @@ class WorkerSide:
                     announces=not captures_graphs,
                     instance=instance,
                 )
-                self._outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
+                self.outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
             if receives:
-                self._decode = DecodeEndpoint(
+                self.decode = DecodeEndpoint(
                     layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
                 )
 
@@ -163,11 +169,11 @@ class WorkerSide:
 
     def close(self) -> None:
         """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
-        if self._outgoing is not None:
-            self._outgoing.close()
+        if self.outgoing is not None:
+            self.outgoing.close()
         for draining in self._draining:  # what left with the last step may be on its way
             draining.wait_drained(self._settles_s)
-        for endpoint in (self._prefill, self._decode):
+        for endpoint in (self.prefill, self.decode):
             if endpoint is not None:
                 endpoint.close()
 
@@ -178,7 +184,7 @@ class WorkerSide:
             TransferError: if something may still write to the caches, or read them: vLLM must not go on then.
         """
         self.close()
-        endpoints = [each for each in (self._prefill, self._decode) if each is not None]
+        endpoints = [each for each in (self.prefill, self.decode) if each is not None]
         if pages := sum(each.status().quarantined_pages for each in endpoints):
             raise TransferError(
                 f"{pages} pages of vLLM's caches may still be written or read by transfers that have ended here, after "
@@ -189,22 +195,22 @@ class WorkerSide:
 
     def before(self, step: Step) -> None:
         """Drops the pages of preempted requests. Called before the step runs, which may write to their blocks."""
-        if self._outgoing is not None and step.preempted:
-            self._outgoing.preempt(step.preempted)
+        if self.outgoing is not None and step.preempted:
+            self.outgoing.preempt(step.preempted)
 
     def receive(self, step: Step) -> None:
         """Requests the caches of a step. In the first of an engine that ends with the requests that it has, says so."""
         if step.drains:
             self._drain()
         for room, engine in step.expect.items():
-            if self._decode is not None:
-                self._decode.expect(room, engine=engine)
+            if self.decode is not None:
+                self.decode.expect(room, engine=engine)
         for receiving in step.receive:
             self._receive(receiving)
 
     def _drain(self) -> None:
         """Shows everyone that this engine is about to leave; it still opens rooms for the requests that it has."""
-        for endpoint in (self._prefill, self._decode):
+        for endpoint in (self.prefill, self.decode):
             if endpoint is not None and endpoint not in self._draining:
                 endpoint.drain(self._drain_timeout_s, grace_s=inf)
                 self._draining.append(endpoint)
@@ -231,21 +237,21 @@ class WorkerSide:
             self._step.ranges = ranges
             reached = fence()
             for sending in step.send:
-                self._send(sending, reached, ranges)
+                self.send(sending, reached, ranges)
 
     def _comes_back_to(self, name: str, step: Step) -> None:
         """Ends the sending of layers before the end of their step."""
         reason = f"the model came back to layer {name!r} in one step: KVFERRY_LAYER_RANGES is for models that do not"
         log.error("%s; from now on layers leave when their step is over", reason)
         self._layer_numbers = {}
-        if self._outgoing is not None and self._step.ranges:
+        if self.outgoing is not None and self._step.ranges:
             for sending in step.send:
-                self._outgoing.give_up(sending.request, reason)
+                self.outgoing.give_up(sending.request, reason)
 
     def announce(self) -> None:
         """Lets decode ranks find this rank, unless they can already. Called once the engine has captured its graphs."""
-        if self._prefill is not None:
-            self._prefill.announce()
+        if self.prefill is not None:
+            self.prefill.announce()
 
     def after(self, step: Step, fence: Fence | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
@@ -254,18 +260,18 @@ class WorkerSide:
             fence: of the step; None if it is done.
         """
         for sending in step.send:
-            self._send(sending, fence)
+            self.send(sending, fence)
         self._step = _Progress()
         for request, reason in step.give_up.items():
-            if not self._incoming.give_up(request, reason) and self._outgoing is not None:
-                self._outgoing.give_up(request, reason)
+            if not self._incoming.give_up(request, reason) and self.outgoing is not None:
+                self.outgoing.give_up(request, reason)
         for request in step.needed:
-            if self._outgoing is not None and self._outgoing.give_up_unasked(request, _NEEDED):
+            if self.outgoing is not None and self.outgoing.give_up_unasked(request, _NEEDED):
                 self._needed.add(request)
         self._incoming.fail(step.fail)
-        if self._prefill is not None:
+        if self.prefill is not None:
             for room, reason in step.refuse.items():
-                self._prefill.refuse(room, reason)
+                self.prefill.refuse(room, reason)
 
     def results(self, finished: Collection[str]) -> Results:
         """Returns what is done.
@@ -274,12 +280,12 @@ class WorkerSide:
             finished: requests that have ended here since the last call.
         """
         sent: set[str] = set()
-        if self._outgoing is not None:
+        if self.outgoing is not None:
             if finished:
-                self._outgoing.keep(finished)
+                self.outgoing.keep(finished)
                 sent = self._unreported.intersection(finished)
                 self._unreported -= sent
-            for request, sender in self._outgoing.take_ended().items():
+            for request, sender in self.outgoing.take_ended().items():
                 self._log.sent(request, sender, MEMORY if request in self._needed else "")
                 self._needed.discard(request)
                 sent.add(request)
@@ -293,30 +299,28 @@ class WorkerSide:
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
-    def _send(self, sending: BlocksToSend, fence: Fence | None, ranges: int | None = None) -> None:
+    def send(self, sending: BlocksToSend, fence: Fence | None, ranges: int | None = None) -> None:
         """Sends what a step computes: all layers, or those of the first ranges."""
-        if self._prefill is None or self._outgoing is None or sending.request in self._unreported:
+        if self.prefill is None or self.outgoing is None or sending.request in self._unreported:
             return
         pages = self._step.pages.get(sending.request)
         if pages is None:
-            pages = {name: self._pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
+            pages = {name: self.pages(name, blocks, sending.tokens) for name, blocks in self._here(sending.groups)}
             self._step.pages[sending.request] = pages
         try:
-            open_sender = partial(
-                self._prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on
-            )
+            open_sender = partial(self.prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on)
             if ranges is None:
-                self._outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
+                self.outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
             else:
-                self._outgoing.add_layers(sending.request, open_sender, pages, fence, ranges)
+                self.outgoing.add_layers(sending.request, open_sender, pages, fence, ranges)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
-            self._prefill.refuse(sending.room, str(error))
+            self.prefill.refuse(sending.room, str(error))
             self._unreported.add(sending.request)
             self._log.not_sent()
 
     def _receive(self, receiving: BlocksToReceive) -> None:
-        assert self._decode is not None
+        assert self.decode is not None
         request = receiving.request
         try:
             if receiving.problem:
@@ -328,9 +332,9 @@ class WorkerSide:
                 return
             pages = {}
             for name, blocks in self._here(receiving.groups):
-                part = self._pages(name, blocks, receiving.tokens, receiving.prefix_tokens)
+                part = self.pages(name, blocks, receiving.tokens, receiving.prefix_tokens)
                 pages[name] = GroupPages(part.pages, part.start if len(part.pages) else None, blocks.held_tokens)
-            receiver = self._decode.open(
+            receiver = self.decode.open(
                 receiving.room,
                 pages,
                 engine=receiving.engine,
@@ -344,7 +348,7 @@ class WorkerSide:
         except KVFerryError as error:
             log.error("request %s cannot be received: %s", request, error)
             if not receiving.copied_from:
-                self._decode.refuse(receiving.room, str(error), engine=receiving.engine)
+                self.decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self._incoming.fail((request,))
                 self._log.not_received()
@@ -356,7 +360,7 @@ class WorkerSide:
         """Yields the groups of which this pipeline stage has layers."""
         return ((name, blocks) for name, blocks in groups.items() if name in self._described.pages_per_block)
 
-    def _pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
+    def pages(self, group: str, given: GroupBlocks, tokens: int, prefix_tokens: int = 0) -> PagesToSend:
         """Returns the pages of blocks, as far as what this rank keeps of the request's tokens reaches.
 
         There are none where it keeps nothing of those behind the prefix.

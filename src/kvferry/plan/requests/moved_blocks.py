@@ -181,7 +181,7 @@ class UnitPlaces:
         self._tokens = tokens
         # The same units come for layer after layer, and from several writers. Threads that scatter share it: an entry
         # is put there as a whole, and two threads at a time would only work out the same.
-        self._places: dict[tuple[str, int, Unit, bytes], tuple[Pages, Pages]] = {}
+        self.found: dict[tuple[str, int, Unit, bytes], tuple[Pages, Pages]] = {}
 
     def find(self, units: bytes, route: Route, *, unit: Unit) -> tuple[Pages, Pages]:
         """Returns where units that a writer names lie: which of its page each is, and the page.
@@ -194,15 +194,15 @@ class UnitPlaces:
             MessageError: if the room did not request them.
         """
         key = route.destination_group, route.unit_tokens, unit, units
-        found = self._places.get(key)
+        found = self.found.get(key)
         if found is None:
             wanted = self._wanted(route)
             numbers = self._numbers(units, route, unit)
             share = self._share(route)
             found = places_of_units(numbers, route, wanted, share, unit=unit, tokens=self._tokens)
-            if len(self._places) >= _MOST_PLACES:
-                self._places.clear()
-            self._places[key] = found
+            if len(self.found) >= _MOST_PLACES:
+                self.found.clear()
+            self.found[key] = found
         return found
 
     def describe(self, units: bytes, first: int, stop: int, route: Route, *, unit: Unit) -> str:

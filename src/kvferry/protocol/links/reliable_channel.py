@@ -184,6 +184,7 @@ class DecodeChannels:
         self._none.close()
 
     def channel_to(self, receiver: str) -> ReliableChannel:
+        """Returns the channel to a decode rank; an empty one if there is none."""
         return self._channels.get(receiver, self._none)
 
     def attached(self, receiver: str, attempt: int) -> bool:

@@ -40,7 +40,7 @@ class NixlDiagnosis(Diagnosis):
         yield from _lists(settings)
         choice = chosen_device(settings)
         yield from placement(choice.device, read_topology())
-        yield _device(choice)
+        yield device_finding(choice)
 
     def way_taken(self, said: str, *, is_local: bool, kind: MemoryKind = MemoryKind.DRAM) -> WayTaken:
         ways = ways_of_writes(said, kind)
@@ -94,7 +94,8 @@ def _lists(settings: Settings) -> Iterator[Finding]:
     yield good("lists", "NIXL hands UCX the descriptors of direct writes as lists (KVFERRY_NIXL_SGL)")
 
 
-def _device(choice: DeviceChoice) -> Finding:
+def device_finding(choice: DeviceChoice) -> Finding:
+    """Says which device was chosen, and why."""
     if choice.device is None:
         return _left_to_ucx(choice.reason)
     known = {*rdma_devices(), *interfaces()}

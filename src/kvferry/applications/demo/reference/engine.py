@@ -134,12 +134,16 @@ class ReferenceModel:
     """A transformers model with greedy decoding, one request at a time; not for several threads at once.
 
     Decoding does not stop at an end-of-sequence token: it always yields as many tokens as were asked for.
+
+    Attributes:
+        network: the weights, and what computes with them.
+        form: of its caches.
     """
 
     def __init__(self, network: Any, tokenizer: Tokenizer, form: CacheForm) -> None:
-        self._network = network
+        self.network = network
         self._tokenizer = tokenizer
-        self._form = form
+        self.form = form
         parameters = inspect.signature(network.forward).parameters
         argument = next((name for name in CACHE_NAMES if name in parameters), None)
         if argument is None:
@@ -152,12 +156,12 @@ class ReferenceModel:
     @property
     def components(self) -> tuple[ShardedComponent, ...]:
         """The components that the model caches, with global sizes."""
-        return self._form.components
+        return self.form.components
 
     @property
     def vocabulary_size(self) -> int:
         """Number of token ids."""
-        return int(self._network.config.vocab_size)
+        return int(self.network.config.vocab_size)
 
     def tokenize(self, text: str) -> list[int]:
         """Token ids of `text`."""
@@ -198,9 +202,9 @@ class ReferenceModel:
         _check_positive("num_tokens", num_tokens)
         _check_positive("max_new_tokens", max_new_tokens)
         self._check_token_ids([first_token])
-        check_caches(self._form, caches, num_tokens)
-        cache = self._empty_cache()
-        self._form.restore(cache, caches, num_tokens)
+        check_caches(self.form, caches, num_tokens)
+        cache = self.empty_cache()
+        self.form.restore(cache, caches, num_tokens)
         return self._continue(cache, first_token, max_new_tokens)
 
     def generate_undivided(self, token_ids: Sequence[int], chunk_tokens: int, max_new_tokens: int) -> list[int]:
@@ -215,39 +219,40 @@ class ReferenceModel:
         """
         self._check_prompt(token_ids, chunk_tokens)
         _check_positive("max_new_tokens", max_new_tokens)
-        cache = self._empty_cache()
+        cache = self.empty_cache()
         token = 0
         for start in range(0, len(token_ids), chunk_tokens):
-            token = self._forward(token_ids[start : start + chunk_tokens], cache)
+            token = self.forward(token_ids[start : start + chunk_tokens], cache)
         return self._continue(cache, token, max_new_tokens)
 
     def check(self) -> None:
         """Run one token, and raise ModelError unless transformers caches what the engine expects."""
-        cache = self._empty_cache()
-        self._forward([0], cache)
-        check_cache_form(self._form, cache)
+        cache = self.empty_cache()
+        self.forward([0], cache)
+        check_cache_form(self.form, cache)
 
     def _prefilled_chunks(self, token_ids: Sequence[int], chunk_tokens: int) -> Iterator[PrefilledChunk]:
-        cache = self._empty_cache()
-        self._form.record(cache)
+        cache = self.empty_cache()
+        self.form.record(cache)
         for start in range(0, len(token_ids), chunk_tokens):
             stop = min(start + chunk_tokens, len(token_ids))
-            token = self._forward(token_ids[start:stop], cache)
+            token = self.forward(token_ids[start:stop], cache)
             is_last = stop == len(token_ids)
-            caches = self._form.capture(cache, stop - start, is_final=is_last)
+            caches = self.form.capture(cache, stop - start, is_final=is_last)
             yield PrefilledChunk(start, stop, caches, token if is_last else None)
 
-    def _empty_cache(self) -> Any:
+    def empty_cache(self) -> Any:
+        """Makes a cache that holds nothing yet."""
         from transformers import DynamicCache
 
-        return DynamicCache(config=self._network.config)
+        return DynamicCache(config=self.network.config)
 
-    def _forward(self, token_ids: Sequence[int], cache: Any) -> int:
+    def forward(self, token_ids: Sequence[int], cache: Any) -> int:
         """Append the tokens to `cache`; returns the likeliest next token."""
         import torch
 
         with torch.no_grad():
-            output = self._network(
+            output = self.network(
                 input_ids=torch.tensor([list(token_ids)]),
                 use_cache=True,
                 logits_to_keep=1,
@@ -258,7 +263,7 @@ class ReferenceModel:
     def _continue(self, cache: Any, token: int, max_new_tokens: int) -> list[int]:
         tokens = [token]
         while len(tokens) < max_new_tokens:
-            tokens.append(self._forward(tokens[-1:], cache))
+            tokens.append(self.forward(tokens[-1:], cache))
         return tokens
 
     def _check_prompt(self, token_ids: Sequence[int], chunk_tokens: int) -> None:
