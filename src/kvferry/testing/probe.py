@@ -1,4 +1,4 @@
-"""A window on an endpoint, for tests: what is kept inside it that no caller needs, such as rooms, links and peers.
+"""A window on endpoints, transfers and transports, for tests: what no caller needs, such as rooms, links and peers.
 
 `probe(endpoint)` is what tests look through, so that they say what they ask and not where it lies; nothing else reaches
 inside. It holds nothing of its own and changes nothing. Whoever plants a fault takes the part that it belongs to.
@@ -7,7 +7,9 @@ inside. It holds nothing of its own and changes nothing. Whoever plants a fault 
 from __future__ import annotations
 
 import threading
-from typing import overload
+from collections.abc import Collection, Sequence
+from concurrent.futures import Future
+from typing import Any, overload
 
 from kvferry.control.registry import Registry
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
@@ -23,8 +25,12 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.room_actor import RoomActor
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.telemetry import EndpointTelemetry
+from kvferry.endpoint.transfer import Transfer
+from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.pending_messages import PendingOpens
 from kvferry.protocol.transfer.room_table import RoomTable
+from kvferry.protocol.transfer.states import TransferState
+from kvferry.transport import InProcessNetwork, InProcessTransport
 
 
 class _Probe:
@@ -122,10 +128,70 @@ class DecodeProbe(_Probe):
         return self.driver.context
 
 
+class TransferProbe:
+    """What a transfer shows."""
+
+    def __init__(self, transfer: Transfer) -> None:
+        self._transfer = transfer
+
+    @property
+    def ended(self) -> Future[None]:
+        """Done once the transfer has ended."""
+        return self._transfer._ended
+
+    def update(self, state: TransferState, error: KVFerryError | None = None, *, pages_reusable: bool = False) -> None:
+        """Does what the room's thread does when the room has come further."""
+        self._transfer._update(state, error, pages_reusable=pages_reusable)
+
+
+class TransportProbe:
+    """What a transport between endpoints of one process shows."""
+
+    def __init__(self, transport: InProcessTransport) -> None:
+        self._transport = transport
+
+    @property
+    def network(self) -> InProcessNetwork:
+        """What connects it."""
+        return self._transport._network
+
+    @property
+    def connected(self) -> Collection[str]:
+        """The names of the peers that it is connected to."""
+        return tuple(self._transport._connections)
+
+    @property
+    def num_lists(self) -> int:
+        """How many prepared lists it holds."""
+        return sum(len(lists) for lists in self._transport._lists.values())
+
+    @property
+    def untaken(self) -> Sequence[tuple[str, bytes]]:
+        """Notifications that came, and that nobody has taken."""
+        return tuple(self._transport._notifications)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed."""
+        return self._transport._closed
+
+
 @overload
-def probe(endpoint: PrefillEndpoint) -> PrefillProbe: ...
+def probe(inspected: PrefillEndpoint) -> PrefillProbe: ...
 @overload
-def probe(endpoint: DecodeEndpoint) -> DecodeProbe: ...
-def probe(endpoint: PrefillEndpoint | DecodeEndpoint) -> PrefillProbe | DecodeProbe:
-    """Opens the window on an endpoint."""
-    return PrefillProbe(endpoint) if isinstance(endpoint, PrefillEndpoint) else DecodeProbe(endpoint)
+def probe(inspected: DecodeEndpoint) -> DecodeProbe: ...
+@overload
+def probe(inspected: Transfer) -> TransferProbe: ...
+@overload
+def probe(inspected: InProcessTransport) -> TransportProbe: ...
+def probe(inspected: PrefillEndpoint | DecodeEndpoint | Transfer | InProcessTransport) -> Any:
+    """Opens the window on an endpoint, a transfer or a transport."""
+    match inspected:
+        case PrefillEndpoint():
+            return PrefillProbe(inspected)
+        case DecodeEndpoint():
+            return DecodeProbe(inspected)
+        case Transfer():
+            return TransferProbe(inspected)
+        case _:
+            return TransportProbe(inspected)

@@ -320,13 +320,13 @@ def test_closing_has_a_bound_also_where_a_call_of_the_transport_hangs(
         with running(endpoint.close):
             pass
         assert "threads do not end: kvferry-decode-0. The endpoint stays until close() is called" in caplog.text
-        assert not transport._closed
+        assert not probe(transport).is_closed
     finally:
         released.set()
     eventually("the thread has ended", lambda: not endpoint.health[0].is_alive)
     with running(endpoint.close):
         pass
-    assert transport._closed
+    assert probe(transport).is_closed
 
 
 @pytest.mark.parametrize(
@@ -392,12 +392,12 @@ def test_a_change_that_comes_while_a_callback_runs_is_reported_after_it():
     def look() -> None:
         seen.append(transfer.state)
         if transfer.state is S.WAITING_FOR_INPUT:
-            transfer._update(S.SUCCESS, None, pages_reusable=True)
+            probe(transfer).update(S.SUCCESS, None, pages_reusable=True)
 
     transfer.add_change_callback(look)
-    transfer._update(S.BOOTSTRAPPING, None, pages_reusable=False)
-    transfer._update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
-    transfer._update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
+    probe(transfer).update(S.BOOTSTRAPPING, None, pages_reusable=False)
+    probe(transfer).update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
+    probe(transfer).update(S.WAITING_FOR_INPUT, None, pages_reusable=False)
     while posted:
         posted.pop(0)()
     assert seen == [S.WAITING_FOR_INPUT, S.SUCCESS]

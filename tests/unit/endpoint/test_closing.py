@@ -63,7 +63,7 @@ from kvferry.testing.transports import FaultyTransport
 
 
 def is_closed(transport: FaultyTransport) -> bool:
-    return transport._closed
+    return probe(transport).is_closed
 
 
 def our_threads() -> set[str]:

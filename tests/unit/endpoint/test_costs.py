@@ -14,7 +14,6 @@ from benchmarks.growing_costs import Cluster, Straight
 from tests.support.steps import steps_of
 
 from kvferry.errors import PeerDisconnectedError
-from kvferry.protocol.links.link import LinkKey
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire import codec, messages
 from kvferry.testing.probe import probe
@@ -86,7 +85,7 @@ def test_a_message_takes_as_many_steps_from_the_last_of_fifty_ranks_as_from_the_
     for ranks in (2, 50):
         made = cluster(ranks)
         driver = probe(made.decoders[0]).driver
-        link = driver.rooms.links._current[LinkKey("prefill", 0)]
+        (link,) = driver.rooms.links.current
         channel = driver.rooms.links.connections.lines[link.addresses[-1]].connection
         assert isinstance(channel, Straight)
         endpoint = made.prefillers[-1].transport.endpoint_name

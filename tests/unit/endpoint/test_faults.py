@@ -225,7 +225,7 @@ def test_a_notification_that_is_not_the_rooms_never_counts(pair: Callable[..., R
         }[what]
     for sender, data in forged:
         target.deliver(sender, data)
-    eventually("they were taken", lambda: not target._notifications)
+    eventually("they were taken", lambda: not probe(target).untaken)
     assert request.receivers[0].state is S.WAITING_FOR_INPUT
     requests.submit(request, aux=b"genuine")
     request.wait()
@@ -246,7 +246,7 @@ def test_late_notifications_of_an_earlier_use_of_the_number_never_count(pair: Ca
     request = opened(requests)
     for sender, data in stolen * 3:
         target.deliver(sender, data)
-    eventually("they were taken", lambda: not target._notifications)
+    eventually("they were taken", lambda: not probe(target).untaken)
     assert request.receivers[0].state is S.WAITING_FOR_INPUT
     requests.submit(request)
     request.wait()

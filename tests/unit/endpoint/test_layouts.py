@@ -632,7 +632,7 @@ def test_lists_of_single_tokens_are_made_once_and_only_when_needed(pair: Callabl
     attachment = probe(requests.prefill.endpoints[0]).ranks.attachment(name)
     assert attachment is not None
     assert set(attachment.prepared) == {Unit.WHOLE, Unit.TOKEN}
-    assert sum(len(lists) for lists in transport._lists.values()) == 4
+    assert probe(transport).num_lists == 4
 
 
 def test_a_pair_whose_unit_is_a_token_never_makes_them(pair: Callable[..., Requests]):
@@ -650,10 +650,10 @@ def test_all_lists_are_given_back_when_the_decode_rank_leaves(pair: Callable[...
     requests = pair(PLAIN, pages(8), pages(8))
     requests.run_tokens(1, 16, prefix_tokens=3)
     transport = requests.prefill.transports[0]
-    assert sum(len(lists) for lists in transport._lists.values()) == 4
+    assert probe(transport).num_lists == 4
     requests.decode.endpoints[0].close()
-    eventually("every list is given back", lambda: not any(transport._lists.values()))
-    eventually("and the connection", lambda: not transport._connections)
+    eventually("every list is given back", lambda: not probe(transport).num_lists)
+    eventually("and the connection", lambda: not probe(transport).connected)
     assert transport.misused == []
 
 
@@ -701,7 +701,7 @@ def test_lists_that_cannot_be_made_fail_only_the_rooms_that_need_them(pair: Call
     with pytest.raises(TransferFailedError, match="no memory for lists"):
         request.senders[0].wait(WAIT_S)
     request.wait_ended()
-    assert sum(len(lists) for lists in transport._lists.values()) == 2, "nothing is left of the attempt"
+    assert probe(transport).num_lists == 2, "nothing is left of the attempt"
     requests.run_tokens(3, 16)
     requests.run_tokens(4, 16, prefix_tokens=3)
     assert transport.misused == []

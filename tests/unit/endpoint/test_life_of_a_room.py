@@ -157,8 +157,10 @@ def test_the_end_is_published_in_an_order_that_never_misleads():
                 seen.append(("state", self.pages_reusable, self._ended.done(), self.error))
 
     transfer = Watched(1, lambda reason: None, AtOnce())
-    transfer._ended.add_done_callback(lambda _: seen.append(("ended", transfer.pages_reusable, transfer.state, None)))
-    transfer._update(S.SUCCESS, None, pages_reusable=True)
+    probe(transfer).ended.add_done_callback(
+        lambda _: seen.append(("ended", transfer.pages_reusable, transfer.state, None))
+    )
+    probe(transfer).update(S.SUCCESS, None, pages_reusable=True)
     assert seen == [("state", False, False, None), ("ended", True, S.SUCCESS, None)]
 
 
@@ -484,7 +486,7 @@ def test_a_number_is_free_in_the_very_moment_of_its_end(pair: Callable[..., Requ
         except RoomExistsError as error:
             again.append(error)
 
-    (request.senders if side == "prefill" else request.receivers)[0]._ended.add_done_callback(reopen)
+    probe((request.senders if side == "prefill" else request.receivers)[0]).ended.add_done_callback(reopen)
     requests.submit(request)
     request.wait()
     eventually("it was tried", lambda: again)
@@ -791,5 +793,5 @@ def test_pages_that_come_back_after_a_failure_call_back():
     transfer.add_change_callback(lambda: seen.append((transfer.state, transfer.pages_reusable)))
     error = TransferFailedError("it failed")
     for are_reusable in (False, False, True, True):
-        transfer._update(S.FAILED, error, pages_reusable=are_reusable)
+        probe(transfer).update(S.FAILED, error, pages_reusable=are_reusable)
     assert seen == [(S.FAILED, False), (S.FAILED, True)], "once for each change"

@@ -86,7 +86,7 @@ def test_connecting_ahead_makes_the_first_room_wait_for_nothing(pair: Callable[.
     requests = pair(Model(), Shape(tp=2), Shape(tp=2))
     requests.connect()
     requests.connect()
-    assert all(transport._connections for transport in requests.prefill.transports)
+    assert all(probe(transport).connected for transport in requests.prefill.transports)
     requests.run(1)
 
 
@@ -397,7 +397,7 @@ def test_an_engine_whose_name_cannot_be_is_refused_at_once(pair: Callable[..., R
     with pytest.raises(SettingsError, match="cannot be an engine's name"):
         decode.connect("")
     with pytest.raises(SettingsError, match="cannot be an engine's name"):
-        DecodeEndpoint(decode.layout, engine="n" * 300, transport=InProcessTransport(decode.transport._network))  # type: ignore[attr-defined]
+        DecodeEndpoint(decode.layout, engine="n" * 300, transport=InProcessTransport(probe(decode.transport).network))  # type: ignore[call-overload]
 
 
 # ---- losing and finding again -----------------------------------------------------------------------------------
