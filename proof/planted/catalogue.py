@@ -1,6 +1,6 @@
 """Faults in every layer, each a line as somebody might get it wrong; tests must find all of them.
 
-Those of the protocol and of what guards pages stand in `tests/simulation/planted.py`: what finds them is a schedule.
+Those of the protocol and of what guards pages stand in `guards.py` beside it: what finds them is a schedule.
 """
 
 from __future__ import annotations

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from proof.planted.guards import PLANTED, SEEN_WITH
 from proof.simulation.circumstances import Limits, drawn, drawn_apart
 from proof.simulation.laws import Law
 from proof.simulation.memory import Arena
 from proof.simulation.search import Violation, run_one
 from tests.simulation.enumerated import Nearest
-from tests.simulation.planted import PLANTED, SEEN_WITH
 
 PINS = Path(__file__).parent / "pins.json"
 MOST_SEEDS = 20_000

@@ -8,8 +8,8 @@ import pytest
 from proof.enumeration.breadth_first import enumerate_states, sequence_diagram
 from proof.enumeration.reachable_states import World
 from proof.enumeration.world_states import Shape
+from proof.planted.guards import ONLY_ENUMERATED, PLANTED
 from tests.simulation.enumerated import CLOSED, ONE_CHUNK, SMALL, SOON, Nearest
-from tests.simulation.planted import ONLY_ENUMERATED, PLANTED
 
 QUICK = {ONE_CHUNK: 12_000}
 FULL = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 import pytest
+from proof.planted.guards import PLANTED
 from proof.simulation.memory import Arena
 from proof.simulation.search import run_one
 from tests.simulation.pins import MOST_SEEDS, RENEW, pinned, search
-from tests.simulation.planted import PLANTED
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from proof.planted.guards import PLANTED
 from proof.simulation import Limits, ViolationError, World
 from proof.simulation.circumstances import RARE, TROUBLES, drawn
 from proof.simulation.memory import Arena
 from proof.simulation.search import Findings, run_one, search, shrink
 from tests.simulation.pins import pinned
-from tests.simulation.planted import PLANTED
 from tests.support.tiers import Tier
 
 from kvferry.settings import Settings

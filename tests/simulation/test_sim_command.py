@@ -6,11 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+from proof.planted.guards import PLANTED
 from proof.simulation.__main__ import app
 from proof.simulation.reports import replay
 from rich.console import Console
 from tests.simulation.pins import pinned
-from tests.simulation.planted import PLANTED
 from typer.testing import CliRunner
 
 

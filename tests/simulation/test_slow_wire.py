@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from proof.planted.guards import PLANTED
 from proof.simulated_transport import SimulatedHandle, SimulatedTransport, SimulatedWire
 from proof.simulation.control_network import ControlNetwork
 from proof.simulation.machines import RegistryProcess, SimulatedPlatform
 from proof.simulation.pods import SimulatedPods
-from tests.simulation.planted import PLANTED
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, Sender, Settings
 from kvferry.control.process_identity import Sight

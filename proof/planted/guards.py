@@ -12,8 +12,6 @@ from typing import Any, TypeAlias
 import msgspec
 import pytest
 from msgspec import structs
-from proof.simulation.control_network import NEXT_RELEASE
-from proof.simulation.machines import SimulatedPlatform
 
 from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine
@@ -74,6 +72,8 @@ from kvferry.protocol.wire.messages import AbortRoom, Attach, Drained, Numbered,
 from kvferry.protocol.wire.versions import SpokenVersions
 from kvferry.staging.rings import ReadingRing, SharedRing, Span, Waiter, WritingRing
 from kvferry.staging.slots import SourceMemory
+from proof.simulation.control_network import NEXT_RELEASE
+from proof.simulation.machines import SimulatedPlatform
 
 Plant: TypeAlias = Callable[[pytest.MonkeyPatch], None]
 
