@@ -30,7 +30,7 @@ from tests.real_engines.vllm.test_changes import load, replace
 
 pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(2400)]
 
-LOAD_S, KILL_EVERY_S, CLIENTS, COUNT = 90.0, 8.0, 6, 8
+KILLS, KILL_EVERY_S, LONGEST_S, CLIENTS, COUNT = 11, 8.0, 900.0, 6, 8
 SERVERS = ("prefill-0", "decode-0", "decode-1")
 ADAPTERS = ("", "a", "b")  # what requests name; none first
 WEIGHTS, SEEDS = 2, 2  # versions of each
@@ -179,7 +179,9 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
                 found.wrong.append(f"prompt {which}, adapter {adapter!r}: {text}")
 
     began, kills = time.monotonic(), 0
-    changes = {20.0: (1, 0), 45.0: (1, 1), 65.0: (0, 1)}  # weights, adapters
+    may_kill_at = began + KILL_EVERY_S
+    last_killed = dict.fromkeys(SERVERS, 0)
+    changes = {2: (1, 0), 5: (1, 1), 8: (0, 1)}  # after so many kills: weights, adapters
 
     def operate(name: str) -> None:
         while not is_over.is_set():
@@ -192,25 +194,31 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
         for name in SERVERS:
             threads.submit(operate, name)
         try:
-            while (passed := time.monotonic() - began) < LOAD_S:
-                if passed > (kills + 1) * KILL_EVERY_S:
-                    try:
-                        os.kill(deployment.pid_of(SERVERS[kills % len(SERVERS)]), signal.SIGKILL)
-                    except (AssertionError, ProcessLookupError):
-                        found.kinds["was away when it was to be killed"] += 1
-                    kills += 1
-                for at in [each for each in changes if passed > each]:
-                    operator.weights, version = changes.pop(at)
-                    if version != operator.version:
-                        operator.replace_adapters(version)
+            while kills < KILLS and time.monotonic() - began < LONGEST_S:
                 time.sleep(0.2)
+                # As long as a side is away nothing is at stake: on a slow machine servers start for longer than that.
+                serving = [name for name in SERVERS if deployment.server(name)["is_healthy"]]
+                if len({name.partition("-")[0] for name in serving}) < 2:
+                    may_kill_at = time.monotonic() + KILL_EVERY_S
+                elif time.monotonic() > may_kill_at:
+                    victim = min(serving, key=last_killed.__getitem__)
+                    try:
+                        os.kill(deployment.pid_of(victim), signal.SIGKILL)
+                    except (AssertionError, ProcessLookupError):
+                        continue  # it has died, and is not missed yet
+                    kills, may_kill_at = kills + 1, time.monotonic() + KILL_EVERY_S
+                    last_killed[victim] = kills
+                    if kills in changes:
+                        operator.weights, version = changes[kills]
+                        if version != operator.version:
+                            operator.replace_adapters(version)
         finally:
             is_over.set()
     with capsys.disabled():
-        sys.stdout.write(f"\n    {kills} kills: {dict(found.kinds)} ")
+        sys.stdout.write(f"\n    {kills} kills in {time.monotonic() - began:.0f} s: {dict(found.kinds)} ")
     assert not found.wrong, found.wrong
     assert found.kinds["right"] > 0
-    assert not changes
+    assert kills == KILLS
     until("all are back", 400, lambda: all(deployment.server(name)["is_healthy"] for name in SERVERS))
     until("all have the same", 120, lambda: all(operator.bring(name) for name in SERVERS))
     state = (SEEDS - 1 - operator.version) * WEIGHTS + operator.weights
