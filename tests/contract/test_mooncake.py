@@ -105,7 +105,7 @@ class Counting:
 def counting(pair: Pair) -> Counting:
     transport = pair.here.transport
     assert isinstance(transport, MooncakeTransport)
-    counting = transport._engine = Counting(transport._engine)
+    counting = transport.engine = Counting(transport.engine)
     return counting
 
 
@@ -235,7 +235,7 @@ def test_a_region_without_length_is_refused(kit: Kit):
 
 
 def test_what_mooncake_cannot_register_is_an_error(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pair.here.transport, "_engine", Refusing())
+    monkeypatch.setattr(pair.here.transport, "engine", Refusing())
     with pytest.raises(RegistrationError, match="cannot register 1 regions of DRAM:0: error -7"):
         pair.here.transport.register([Region(4096, 8)], Device())
 
@@ -435,7 +435,7 @@ def test_settings_make_it():
         Settings(host="127.0.0.3", advertise_host="localhost"), f"x-{uuid.uuid4().hex}", writes=True
     )
     try:
-        assert transport._channel.address.host == "localhost"
-        assert transport._server.startswith("localhost:")
+        assert transport.channel.address.host == "localhost"
+        assert transport.server.startswith("localhost:")
     finally:
         transport.close()

@@ -9,7 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.transports import KINDS, NOTHING, POISON, End, Kit, Pair, arrivals, connected, numbers, until, write
+from tests.support.transports import (
+    KINDS,
+    NOTHING,
+    POISON,
+    End,
+    Kit,
+    Pair,
+    arrivals,
+    connected,
+    nixl_of,
+    numbers,
+    until,
+    write,
+)
 
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError, TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
@@ -33,8 +46,8 @@ def test_a_connection_that_fails_half_way_can_be_tried_again(kit: Kit, monkeypat
     here, there = kit.end("here"), kit.end("there")
     assert isinstance(here.transport, NixlTransport)
     metadata = there.transport.metadata()
-    agent = here.transport._agent
-    error = here.transport._nixl.nixlBackendError("planted")
+    agent, bindings = nixl_of(here.transport)
+    error = bindings.nixlBackendError("planted")
 
     class Failing:
         def __getattr__(self, name: str) -> Any:
@@ -69,8 +82,7 @@ class Library:
     """
 
     def __init__(self, transport: NixlTransport) -> None:
-        self._agent = transport._agent
-        self.nixl = transport._nixl
+        self._agent, self.nixl = nixl_of(transport)
         self.raises: list[Exception | None] = []
         self.is_held = False
         self.held: set[int] = set()

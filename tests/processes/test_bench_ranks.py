@@ -96,7 +96,7 @@ def test_transfers_that_fail_are_answered_on_both_sides_and_the_next_variant_goe
 ):
     start(pair)
     together(pair, commands.Open("direct", 0, 1, 30))
-    pair[0]._transfers[1].abort("planted")
+    pair[0].transfers[1].abort("planted")
     sent, received = together(pair, commands.Transfer(30))
     for answer in (sent, received):
         assert isinstance(answer, commands.Failed)

@@ -286,9 +286,9 @@ def test_failed_writes_of_several_workers_have_numbers_of_their_own():
 
         def check() -> None:
             assert sorted(broken_off.last_failure_to(name) for name in ("d0", "d1")) == [1, 2]
-            assert list(broken_off._last_failures) == sorted(
-                broken_off._last_failures, key=broken_off.last_failure_to
-            ), "the latest stand last"
+            assert list(broken_off.last_failures) == sorted(broken_off.last_failures, key=broken_off.last_failure_to), (
+                "the latest stand last"
+            )
 
         return check
 

@@ -104,7 +104,7 @@ class Engines:
     """Starts engines that know one another by one registry, and ends them all."""
 
     def __init__(self, registry_url: str, /, **settings: Any) -> None:
-        self._local = LocalNetwork(settings.pop("registry_url", registry_url), **settings)
+        self.local = LocalNetwork(settings.pop("registry_url", registry_url), **settings)
 
     def __enter__(self) -> Engines:
         return self
@@ -112,15 +112,15 @@ class Engines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._local.close()
+        self.local.close()
 
     @property
     def network(self) -> InProcessNetwork:
         """What connects the transports."""
-        return self._local.transports
+        return self.local.transports
 
     def settings(self, **changed: Any) -> Settings:
-        return self._local.settings(**changed)
+        return self.local.settings(**changed)
 
     def prefill(
         self,
@@ -137,8 +137,8 @@ class Engines:
         engine = PrefillEngine(name or new_engine_name("prefill"), model)
         for coordinates in _chosen(shape, ranks):
             engine.pools.append(pool(model, shape or Shape(), coordinates, seed=coordinates.engine_rank))
-            engine.transports.append(self._local.transport())
-            started = self._local.prefill(
+            engine.transports.append(self.local.transport())
+            started = self.local.prefill(
                 engine.pools[-1],
                 engine=engine.name,
                 transport=engine.transports[-1],
@@ -162,8 +162,8 @@ class Engines:
         engine = DecodeEngine(new_engine_name("decode"))
         for coordinates in _chosen(shape, ranks):
             engine.pools.append(pool(model, shape or Shape(), coordinates, seed=100 + coordinates.engine_rank))
-            engine.transports.append(self._local.transport())
-            started = self._local.decode(
+            engine.transports.append(self.local.transport())
+            started = self.local.decode(
                 engine.pools[-1],
                 engine=engine.name,
                 transport=engine.transports[-1],

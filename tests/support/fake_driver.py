@@ -12,6 +12,11 @@ CAPTURE_UNSUPPORTED = 900
 MAPPED_AT = 1 << 44
 
 
+def pointed_at(reference: Any) -> Any:
+    """What a `ctypes.byref` refers to."""
+    return reference._obj
+
+
 class FakeDriverLibrary:
     """As much of libcuda as kvferry calls.
 
@@ -47,12 +52,12 @@ class FakeDriverLibrary:
         return flags
 
     def cuDeviceGet(self, device: Any, index: int) -> int:  # noqa: N802
-        device._obj.value = index
+        pointed_at(device).value = index
         return 0
 
     def cuDevicePrimaryCtxRetain(self, context: Any, device: Any) -> int:  # noqa: N802
         self.retained[device.value] = self.retained.get(device.value, 0) + 1
-        context._obj.value = 1000 + device.value
+        pointed_at(context).value = 1000 + device.value
         return 0
 
     def cuDevicePrimaryCtxRelease_v2(self, device: Any) -> int:  # noqa: N802
@@ -64,11 +69,11 @@ class FakeDriverLibrary:
         return 0
 
     def cuCtxPopCurrent_v2(self, context: Any) -> int:  # noqa: N802
-        context._obj.value = self.current.pop()
+        pointed_at(context).value = self.current.pop()
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: N802
-        self.capture_mode, mode._obj.value = mode._obj.value, self.capture_mode
+        self.capture_mode, pointed_at(mode).value = pointed_at(mode).value, self.capture_mode
         return 0
 
     def cuMemAlloc_v2(self, address: Any, size: Any) -> int:  # noqa: N802
@@ -79,7 +84,7 @@ class FakeDriverLibrary:
             return OUT_OF_MEMORY
         self.left -= size.value
         self.allocated[self._next] = size.value
-        address._obj.value = self._next
+        pointed_at(address).value = self._next
         self._next += -(-size.value // 512) * 512
         return 0
 
@@ -92,7 +97,7 @@ class FakeDriverLibrary:
         assert self.current, "no context"
         for start, num_bytes in self.allocated.items():
             if start <= address.value < start + num_bytes:
-                base._obj.value, size._obj.value = start, num_bytes
+                pointed_at(base).value, pointed_at(size).value = start, num_bytes
                 return 0
         return INVALID_VALUE
 
@@ -107,7 +112,7 @@ class FakeDriverLibrary:
         exported = int.from_bytes(bytes(handle), "little")
         if exported in self.allocated:
             return INVALID_CONTEXT  # a process does not map its own
-        address._obj.value = exported + MAPPED_AT
+        pointed_at(address).value = exported + MAPPED_AT
         self.mapped[exported + MAPPED_AT] = self.mapped.get(exported + MAPPED_AT, 0) + 1
         return 0
 
@@ -131,5 +136,5 @@ class FakeDriverLibrary:
             INVALID_CONTEXT: b"CUDA_ERROR_INVALID_CONTEXT",
             CAPTURE_UNSUPPORTED: b"CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED",
         }
-        name._obj.value = names.get(code)
+        pointed_at(name).value = names.get(code)
         return 0

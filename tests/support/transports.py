@@ -67,9 +67,15 @@ def _raise(*_: object) -> Any:
     raise TransportError("planted: nothing begins")
 
 
+def nixl_of(transport: NixlTransport) -> tuple[Any, Any]:
+    """NIXL's agent of a transport, and its bindings."""
+    return transport._agent, transport._nixl
+
+
 def _nixl_breaks(transport: NixlTransport, patch: pytest.MonkeyPatch) -> None:
     """All of a request is posted, and then it raises."""
-    agent, error = transport._agent, transport._nixl.nixlBackendError("planted")
+    agent, bindings = nixl_of(transport)
+    error = bindings.nixlBackendError("planted")
     left = [error]
 
     class Breaking:
@@ -87,7 +93,7 @@ def _nixl_breaks(transport: NixlTransport, patch: pytest.MonkeyPatch) -> None:
 
 def _mooncake_breaks(transport: MooncakeTransport, patch: pytest.MonkeyPatch) -> None:
     """The third range is refused."""
-    engine, submitted = transport._engine, count(1)
+    engine, submitted = transport.engine, count(1)
 
     class Breaking:
         def __getattr__(self, name: str) -> Any:
@@ -97,7 +103,7 @@ def _mooncake_breaks(transport: MooncakeTransport, patch: pytest.MonkeyPatch) ->
             number: int = 0 if next(submitted) == 3 else engine.transfer_submit_write(*arguments)
             return number
 
-    patch.setattr(transport, "_engine", Breaking())
+    patch.setattr(transport, "engine", Breaking())
 
 
 def _mapped_breaks(transport: MappedTransport, patch: pytest.MonkeyPatch) -> None:

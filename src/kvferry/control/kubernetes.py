@@ -100,10 +100,12 @@ class KubernetesClient(Orchestrator):
         token_file: the token; read for every request, since it changes.
         ca_file: certificates that vouch for the API; not read where the url is http.
         timeout_s: how long each step of a request may take.
+
+    Attributes:
     """
 
     def __init__(self, url: str, *, token_file: Path, ca_file: Path, timeout_s: float = 5.0) -> None:
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
         self._token_file = token_file
         self._ca_file = ca_file
         self._timeout_s = timeout_s
@@ -136,7 +138,7 @@ class KubernetesClient(Orchestrator):
             said = _STATUS.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise OrchestratorError(
-                f"what answers at {self._url}{path} is not the Kubernetes API (status {status}, {quoted(error)}): "
+                f"what answers at {self.url}{path} is not the Kubernetes API (status {status}, {quoted(error)}): "
                 "check KVFERRY_KUBERNETES_URL"
             ) from error
         details = said.details or _Details()
@@ -148,7 +150,7 @@ class KubernetesClient(Orchestrator):
         if status in (401, 403):
             remedy = ": the service account needs `get` on pods and nodes (docs/kubernetes.md)"
         raise OrchestratorError(
-            f"the Kubernetes API at {self._url}{path} answers with status {status}, "
+            f"the Kubernetes API at {self.url}{path} answers with status {status}, "
             f"{said.reason[:100]} {said.message[:300]}{remedy}"
         )
 
@@ -159,7 +161,7 @@ class KubernetesClient(Orchestrator):
             token = self._token_file.read_text().strip()
             answer = request(
                 self._connections(),
-                self._url + path,
+                self.url + path,
                 most_bytes=_LARGEST_ANSWER_BYTES,
                 timeout_s=self._timeout_s,
                 headers=bearing(token),
@@ -172,7 +174,7 @@ class KubernetesClient(Orchestrator):
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
             raise OrchestratorError(
-                f"the Kubernetes API at {self._url} (KVFERRY_KUBERNETES_URL) cannot be asked: {type(error).__name__}: "
+                f"the Kubernetes API at {self.url} (KVFERRY_KUBERNETES_URL) cannot be asked: {type(error).__name__}: "
                 f"{quoted(error)}"
             ) from error
 
@@ -184,7 +186,7 @@ class KubernetesClient(Orchestrator):
             if self._is_closed:
                 raise OrchestratorError("the client of the Kubernetes API was closed")
             if self._http is None:
-                has_tls = self._url.lower().startswith("https:")
+                has_tls = self.url.lower().startswith("https:")
                 self._http = httpx.Client(
                     timeout=self._timeout_s, trust_env=False, verify=self._context() if has_tls else False
                 )

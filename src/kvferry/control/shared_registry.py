@@ -96,7 +96,11 @@ class SharedRegistries:
 
 
 class SharedRegistry(Registry):
-    """One user's share of a client that the whole process has."""
+    """One user's share of a client that the whole process has.
+
+    Attributes:
+        client: that all share.
+    """
 
     def __init__(self, shared: _Shared, leave: Callable[[SharedRegistry], None]) -> None:
         """Takes the client, and what is called when this user closes it, as often as it does."""
@@ -105,7 +109,7 @@ class SharedRegistry(Registry):
         self._is_closed = False
 
     @property
-    def _client(self) -> Registry:
+    def client(self) -> Registry:
         if self._is_closed:
             raise UsageError(f"the client of the registry at {self.shared.client.url} was closed")
         return self.shared.client
@@ -121,27 +125,27 @@ class SharedRegistry(Registry):
 
     def register(self, registration: RankRegistration) -> float:
         """Registers a rank, see `Registry.register`."""
-        return self._client.register(registration)
+        return self.client.register(registration)
 
     def grant(self, registration: RankRegistration) -> Grant:
         """Registers a rank, see `Registry.grant`."""
-        return self._client.grant(registration)
+        return self.client.grant(registration)
 
     @property
     def has_hung_up(self) -> bool:
         """Whether the registry has closed a connection, see `Registry.has_hung_up`."""
-        return self._client.has_hung_up
+        return self.client.has_hung_up
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         """Ends a rank's registration, see `Registry.remove`."""
-        return self._client.remove(engine, engine_rank, incarnation)
+        return self.client.remove(engine, engine_rank, incarnation)
 
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine, see `Registry.engine`.
 
         Of those that ask at the same time one asks the registry for all; what it says is never older than the question.
         """
-        client, shared = self._client, self.shared
+        client, shared = self.client, self.shared
         with shared.lock:
             look_ups = shared.look_ups.setdefault(name, _LookUps())
             look_ups.users += 1
@@ -166,31 +170,31 @@ class SharedRegistry(Registry):
 
     def engines(self) -> tuple[EngineView, ...]:
         """Returns every engine that has a live rank, see `Registry.engines`."""
-        return self._client.engines()
+        return self.client.engines()
 
     def drain(self, engine: str) -> tuple[str, ...]:
         """Tells the live ranks of an engine to drain, see `Registry.drain`."""
-        return self._client.drain(engine)
+        return self.client.drain(engine)
 
     def drains(self, endpoint: str) -> bool:
         """Whether an endpoint was told to drain, see `Registry.drains`."""
-        return self._client.drains(endpoint)
+        return self.client.drains(endpoint)
 
     def release(self, endpoint: str) -> None:
         """Tells decode ranks that an endpoint has ended, see `Registry.release`."""
-        self._client.release(endpoint)
+        self.client.release(endpoint)
 
     def released(self) -> tuple[str, ...]:
         """Returns the endpoints that were released, see `Registry.released`."""
-        return self._client.released()
+        return self.client.released()
 
     def findings(self) -> Iterator[Finding]:
         """Says how the registry is, see `Registry.findings`."""
-        return self._client.findings()
+        return self.client.findings()
 
     def watch(self, changed: OnChange) -> None:
         """Has changes told, see `Registry.watch`. The client watches once, however many do."""
-        client, shared = self._client, self.shared
+        client, shared = self.client, self.shared
         with shared.lock:
             shared.watchers.setdefault(self, []).append(changed)
             is_first, shared.is_watching = not shared.is_watching, True
@@ -201,7 +205,7 @@ class SharedRegistry(Registry):
 
     def load(self) -> None:
         """Loads what requests need, see `Registry.load`."""
-        self._client.load()
+        self.client.load()
 
     def close(self) -> None:
         """Ends this user's share, see `Registry.close`. Where an exception interrupted it, the next call finishes."""

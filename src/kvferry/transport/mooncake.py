@@ -292,6 +292,11 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
     What it promises is what version 0.3.13 was measured to do over TCP. After a process was killed in the middle of a
     write, its last bytes arrived within milliseconds. Four connections to a peer share the ranges, and nothing orders
     them. A write that has begun goes on after its owner has unregistered the memory. Of RDMA nothing was measured.
+
+    Attributes:
+        engine: Mooncake's.
+        channel: carries notifications.
+        server: what peers call this one.
     """
 
     name = "mooncake"
@@ -339,30 +344,30 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
             keeps_order=False,
             posts_all_or_nothing=True,
         )
-        self._channel = MessageChannel(endpoint_name, host, advertised)
+        self.channel = MessageChannel(endpoint_name, host, advertised)
         self._pieces = Pieces()
         self._borders = self._pieces.starts
         self._last_ranges: list[int] = []  # to peers that have died
         self._connecting: list[MessageSender] = []
         self._servers: dict[str, str] = {}  # who was reached under a name of Mooncake's, which keeps what it knew of it
-        self._engine: Any = library.TransferEngine()
+        self.engine: Any = library.TransferEngine()
         before = sockets_on_every_interface()
         # Every port is one that is free: where peers are told each other's, nobody needs a server for that.
-        code = self._engine.initialize(f"{bracketed(advertised)}:0", "P2PHANDSHAKE", "tcp", device)
+        code = self.engine.initialize(f"{bracketed(advertised)}:0", "P2PHANDSHAKE", "tcp", device)
         if code:
-            self._channel.close()
+            self.channel.close()
             raise TransportError(f"Mooncake cannot start on {advertised} with device {device!r}: error {code}")
         for listening in sockets_on_every_interface() - before:
             listening.set_accept_timeout(_ACCEPT_S)
             if not is_wildcard(host):
                 confine(listening, host)
-        port = self._engine.get_rpc_port()
+        port = self.engine.get_rpc_port()
         with suppress(OSError), socket.create_connection(("localhost" if is_wildcard(host) else host, port), _ACCEPT_S):
             pass  # ends the first wait for a handshake, which is a second long
-        self._server = f"{bracketed(advertised)}:{port}"
+        self.server = f"{bracketed(advertised)}:{port}"
 
     def private_metadata(self) -> bytes:
-        return msgspec.msgpack.encode(_Private(self.endpoint_name, self._server, self._channel.address))
+        return msgspec.msgpack.encode(_Private(self.endpoint_name, self.server, self.channel.address))
 
     def register(self, regions: Sequence[Region], device: Device) -> None:
         check_regions(regions)
@@ -371,7 +376,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
             pieces = [piece for region in regions for piece in self._pieces.add(region)]
             self._borders = self._pieces.starts
         if pieces:
-            code = self._engine.batch_register_memory(
+            code = self.engine.batch_register_memory(
                 [piece.address for piece in pieces], [piece.length for piece in pieces]
             )
             if code:
@@ -394,7 +399,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         connection = MooncakeConnection(
             peer,
             server=private.server,
-            messages=self._channel.connect(peer.name, private.messages),
+            messages=self.channel.connect(peer.name, private.messages),
             borders=pieces_of(peer.regions).starts,
         )
         with self._lock:
@@ -409,7 +414,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         Mooncake waits a minute, and in the second call lets no other thread of Python's run meanwhile. So that comes
         when the peer has just answered the first.
         """
-        engine = self._engine
+        engine = self.engine
         if engine is None:
             return
         if not engine.send_probe(connection.server) and engine.get_first_buffer_address(connection.server):
@@ -424,7 +429,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
             source = self._memory.regions[0].address
             with self._lock:
                 for _ in range(_connections_to_a_peer()):
-                    number = self._engine.transfer_submit_write(connection.server, source, _NOWHERE, 1)
+                    number = self.engine.transfer_submit_write(connection.server, source, _NOWHERE, 1)
                     self._last_ranges += [number] if number != _REFUSED else []
         connection.messages.close()
 
@@ -449,7 +454,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         wanted = min(RANGES_OF_A_WRITE - len(transfer.on_their_way), len(copies) - transfer.posted)
         taken = connection.take(wanted) if wanted else 0
         for done, (source, destination, length) in enumerate(copies.part(transfer.posted, taken)):
-            number = self._engine.transfer_submit_write(connection.server, source, destination, length)
+            number = self.engine.transfer_submit_write(connection.server, source, destination, length)
             if number == _REFUSED:
                 transfer.fail(f"Mooncake does not take a range of {length} bytes")
                 connection.give_back(taken - done)
@@ -462,7 +467,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
         if transfer.report is not None:
             return transfer.report
         while transfer.on_their_way:
-            status = self._engine.transfer_check_status(transfer.on_their_way[0])
+            status = self.engine.transfer_check_status(transfer.on_their_way[0])
             if status in (_ON_ITS_WAY, _TIMED_OUT):  # the latter may still move
                 break
             transfer.on_their_way.popleft()
@@ -504,7 +509,7 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
 
     def _is_on_its_way(self, number: int) -> bool:
         """Returns whether a range is; frees it if not."""
-        return self._engine.transfer_check_status(number) in (_ON_ITS_WAY, _TIMED_OUT)
+        return self.engine.transfer_check_status(number) in (_ON_ITS_WAY, _TIMED_OUT)
 
     def notify(self, peer: str, notification: bytes) -> None:
         connection = self.connection(peer)
@@ -517,16 +522,16 @@ class MooncakeTransport(RangeTransport[MooncakeConnection]):
             self._last_ranges = [each for each in self._last_ranges if self._is_on_its_way(each)]
             # What waits for a connection leaves when its state is asked.
             self._connecting = [each for each in self._connecting if each.state is ConnectionState.CONNECTING]
-        return self._channel.take()
+        return self.channel.take()
 
     def close(self) -> None:
         super().close()
-        if self._engine is not None:
+        if self.engine is not None:
             self._last_ranges = []
             if self._borders.size:
-                self._engine.batch_unregister_memory(self._borders.tolist())
-            self._engine = None  # ends its threads and closes its ports, unless a peer is still being reached
-            self._channel.close()
+                self.engine.batch_unregister_memory(self._borders.tolist())
+            self.engine = None  # ends its threads and closes its ports, unless a peer is still being reached
+            self.channel.close()
 
 
 def _gone(connection: MooncakeConnection) -> PeerDisconnectedError:

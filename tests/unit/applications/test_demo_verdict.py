@@ -242,7 +242,7 @@ def test_a_pool_notices_bytes_outside_of_allocated_pages(options: DemoOptions, n
     taken = pool.allocate(TOKENS, window_only=True)[group].pages
     free = next(page for page in range(pool.layout.group(group).num_pages) if page not in taken)
     assert pool.damaged_bytes() == 0
-    pool._pool.elements(shard, 0)[free].flat[0] = 1
+    pool.paged.elements(shard, 0)[free].flat[0] = 1
     assert 0 < pool.damaged_bytes() <= 4
 
 

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.support.kubernetes import KubernetesApi
 from tests.support.statuses import WELL
 
-from kvferry._version import __version__
+from kvferry import __version__
 from kvferry.applications.doctor import configuration, machine, others, probe
 from kvferry.applications.doctor import run as doctor
 from kvferry.applications.doctor.probe import Measured

@@ -325,7 +325,7 @@ def test_a_server_that_does_not_answer_keeps_nobody_from_hearing_of_the_others(d
     eventually("it is asked, in vain", lambda: silent.looks > asked)
     looks = other.looks
     eventually("the other is asked again and again", lambda: other.looks > looks + 2)
-    assert deployment.front._prefill.servers[0].is_healthy, "the answer was waited for, or its deadline"
+    assert deployment.front.prefill.servers[0].is_healthy, "the answer was waited for, or its deadline"
 
 
 # ---- servers that drain ---------------------------------------------------------------------------------------------

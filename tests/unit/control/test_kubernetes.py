@@ -81,7 +81,7 @@ def test_one_that_cannot_be_asked_is_named(tmp_path: Path):
 def test_one_that_never_answers_is_given_up(tmp_path: Path):
     with socket.create_server(("127.0.0.1", 0)) as silent, KubernetesApi() as api:
         client = api.client(tmp_path / "token", timeout_s=0.05)
-        client._url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(OrchestratorError, match="Timeout"):
             client.pod(POD)
         client.close()

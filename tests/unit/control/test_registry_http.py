@@ -28,7 +28,7 @@ from tests.support.registered_ranks import rank
 from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry._version import __version__
+from kvferry import __version__
 from kvferry.control.registry import Grant
 from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient

@@ -159,7 +159,7 @@ def test_endpoints_with_one_platform_share_a_client_of_each_registry():
     def client(url: str, **settings: object) -> Registry:
         made = platform.registry(Settings(**settings), url)
         assert isinstance(made, SharedRegistry)
-        return made._client
+        return made.client
 
     first = client("http://127.0.0.1:1")
     assert client("http://127.0.0.1:1") is first

@@ -26,12 +26,12 @@ class Room:
 
     def __init__(self, admission: Admission, receiver: str, *sizes: int) -> None:
         self.got: list[Admitted] = []
-        self._admission, self._receiver, self._sizes = admission, receiver, list(sizes)
+        self._admission, self._receiver, self.sizes = admission, receiver, list(sizes)
         self.go_on()
 
     def go_on(self) -> None:
-        while self._sizes:
-            admitted = self._admission.admit(self._receiver, self._sizes.pop(0), self)
+        while self.sizes:
+            admitted = self._admission.admit(self._receiver, self.sizes.pop(0), self)
             if admitted is None:
                 return
             self.got.append(admitted)
@@ -109,7 +109,7 @@ def test_rooms_take_turns_whatever_they_have_to_write(admission: Admission):
     for _ in range(3):
         many.end() if many.got else few.end()
     assert counts(few) == [0]
-    assert len(many._sizes) <= 7
+    assert len(many.sizes) <= 7
 
 
 def test_who_waits_for_a_receiver_holds_up_nobody_who_writes_to_another(admission: Admission):

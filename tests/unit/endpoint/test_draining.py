@@ -343,7 +343,7 @@ def test_a_prefill_endpoint_that_is_not_registered_is_not_ready(engines: Callabl
             memory.layout,
             engine="lonely",
             settings=made.settings(registry_url="http://127.0.0.1:9", observe_port=0),
-            transport=made._local.transport(),
+            transport=made.local.transport(),
             host_registry=False,
         ) as endpoint:
             status, why = probed(endpoint)

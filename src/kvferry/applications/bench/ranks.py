@@ -128,13 +128,13 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
         self._coordinates = coordinates
         self._resources = ExitStack()
         self._storage: Storage | None = None  # for all cases
-        self._transfers: list[TransferT] = []
+        self.transfers: list[TransferT] = []
 
     def close(self) -> None:
         """Gives everything back but the memory, which the next case uses as well."""
         self._resources.close()
         self.endpoints.clear()
-        self._transfers.clear()
+        self.transfers.clear()
 
     def _prepare(self, case: int) -> None:
         """Begins a case, with its pool poisoned."""
@@ -150,16 +150,16 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
 
     def _open_first(self, command: commands.Open) -> None:
         """Opens as many rooms as there are requests with memory of their own."""
-        self._opened, self._transfers = command, []
+        self._opened, self.transfers = command, []
         for _ in range(self._options.requests):
             self._open_next()
 
     def _open_next(self) -> None:
         """Opens another room, unless that were one too many."""
-        if len(self._transfers) < self._num_transfers:
-            number = len(self._transfers)
+        if len(self.transfers) < self._num_transfers:
+            number = len(self.transfers)
             endpoint = self.endpoints[self._opened.variant]
-            self._transfers.append(self._open_room(endpoint, number, self._opened.first_room + number))
+            self.transfers.append(self._open_room(endpoint, number, self._opened.first_room + number))
 
     @abstractmethod
     def _open_room(self, endpoint: EndpointT, number: int, room: int) -> TransferT:
@@ -220,7 +220,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
     def _open(self, command: commands.Open) -> commands.Done:
         self._open_first(command)
         deadline = time.monotonic() + command.timeout_s
-        while any(sender.state is TransferState.BOOTSTRAPPING for sender in self._transfers):
+        while any(sender.state is TransferState.BOOTSTRAPPING for sender in self.transfers):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the decode ranks did not open all rooms within {command.timeout_s:g} s")
             time.sleep(_POLL_S)
@@ -237,9 +237,9 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
         try:
             for number in range(self._num_transfers):
                 if number >= self._options.at_a_time:
-                    self._transfers[number - self._options.at_a_time].wait(max(0.0, deadline - time.monotonic()))
+                    self.transfers[number - self._options.at_a_time].wait(max(0.0, deadline - time.monotonic()))
                     self._open_next()
-                sender = self._transfers[number]
+                sender = self.transfers[number]
                 submitted_at.append(time.monotonic())
                 for pages, is_last in self._chunks[self._options.source_of(number)]:
                     for layers, ends in self._computed(is_last=is_last):
@@ -249,13 +249,13 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                             time.sleep(_SYNCHRONOUS_POLL_S)
                         submit_s.append(time.perf_counter() - before)
                 computed_at.append(time.monotonic())
-            for sender in self._transfers:
+            for sender in self.transfers:
                 sender.wait(max(0.0, deadline - time.monotonic()))
         except KVFerryError as error:
-            return _failed(error, self._transfers, timeout_s)
+            return _failed(error, self.transfers, timeout_s)
         cpu_s, interpreter_s = time.process_time() - cpu_before, taken_since(interpreter_before)
         sent_bytes: list[dict[str, int]] = []
-        for sender in self._transfers:
+        for sender in self.transfers:
             sent_bytes.append({})
             for write in sender.stats.writes:
                 sent_bytes[-1][write.receiver] = sent_bytes[-1].get(write.receiver, 0) + write.total_bytes
@@ -266,9 +266,9 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             cpu_s=cpu_s,
             interpreter_s=interpreter_s,
             sent_bytes=tuple(sent_bytes),
-            descriptors=tuple(sender.stats.descriptors for sender in self._transfers),
-            writes=tuple(len(sender.stats.writes) for sender in self._transfers),
-            ways=ways_of(self._transfers),
+            descriptors=tuple(sender.stats.descriptors for sender in self.transfers),
+            writes=tuple(len(sender.stats.writes) for sender in self.transfers),
+            ways=ways_of(self.transfers),
         )
 
     def _computed(self, *, is_last: bool) -> Iterator[tuple[Mapping[str, Interval] | None, bool]]:
@@ -378,14 +378,14 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
         ended_at = []
         try:
             for number in range(self._num_transfers):
-                receiver = self._transfers[number]
+                receiver = self.transfers[number]
                 receiver.wait(max(0.0, deadline - time.monotonic()))
                 receiver.wait_pages_reusable(max(0.0, deadline - time.monotonic()))
                 assert receiver.stats.ended_at is not None
                 ended_at.append(receiver.stats.ended_at)
                 self._open_next()  # in the same pages
         except KVFerryError as error:
-            return _failed(error, self._transfers, timeout_s)
+            return _failed(error, self.transfers, timeout_s)
         return commands.Received(
             endpoint=self.endpoints[self._opened.variant].transport.endpoint_name,
             ended_at=tuple(ended_at),

@@ -43,6 +43,7 @@ class RankPool:
 
     Attributes:
         layout: what it holds and where.
+        paged: the memory.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class RankPool:
             beside=_convolutions(options),
             layers_per_stage=shape.stages,
         )
-        self._pool = Pool.allocate(options.components, pools, coordinates, seed=seed)
-        self._pool.wipe(poison)
-        self.layout = self._pool.layout
+        self.paged = Pool.allocate(options.components, pools, coordinates, seed=seed)
+        self.paged.wipe(poison)
+        self.layout = self.paged.layout
 
     def allocate(self, num_tokens: int, *, window_only: bool) -> dict[str, TakenPages]:
         """Takes what a request needs out of the pools, in random order.
@@ -72,7 +73,7 @@ class RankPool:
         Args:
             window_only: whether a group with a window gets pages for the window alone, not for the whole request.
         """
-        return self._pool.pages_for(num_tokens, whole_windows=not window_only)
+        return self.paged.pages_for(num_tokens, whole_windows=not window_only)
 
     def write(self, placed: Mapping[str, TakenPages], caches: Mapping[str, torch.Tensor], start: int) -> None:
         """Writes this rank's part of freshly computed caches into a request's pages.
@@ -88,7 +89,7 @@ class RankPool:
             first = 0 if shard.component.entry is Entry.REQUEST else start
             where = _places(shard, placed, Interval(first, first + array.shape[1]))
             for index, entries in enumerate(array[slices(shard.box)]):
-                elements = self._pool.elements(shard, index)
+                elements = self.paged.elements(shard, index)
                 elements[where] = entries.contiguous().view(torch.uint8).numpy().view(elements.dtype)
 
     def read(self, placed: Mapping[str, TakenPages]) -> dict[str, Contents]:
@@ -100,14 +101,14 @@ class RankPool:
             entries = np.empty((0,), np.uint8)
             if shard.addresses:
                 where = _places(shard, placed, positions)
-                layers = [self._pool.elements(shard, index)[where] for index in range(len(shard.addresses))]
+                layers = [self.paged.elements(shard, index)[where] for index in range(len(shard.addresses))]
                 entries = np.stack(layers).view(np.uint8)
             read[shard.component.name] = Contents(positions.start, entries)
         return read
 
     def damaged_bytes(self) -> int:
         """Bytes outside of allocated pages that are not poison any more: nobody may have written there."""
-        return self._pool.touched_bytes(self._pool.untaken(), self._poison)
+        return self.paged.touched_bytes(self.paged.untaken(), self._poison)
 
 
 def _places(

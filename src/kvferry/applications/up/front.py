@@ -42,7 +42,11 @@ _PASSED_ON = ("authorization", "x-request-id")
 
 
 class Front:
-    """Hands requests on. Lives in one event loop."""
+    """Hands requests on. Lives in one event loop.
+
+    Attributes:
+        prefill: the servers that prefill.
+    """
 
     def __init__(
         self, dialect: Dialect, prefill: Sequence[Server], decode: Sequence[Server], *, attempts: int = 3
@@ -54,7 +58,8 @@ class Front:
             attempts: how many pairs a request is tried with at most.
         """
         self._dialect = dialect
-        self._prefill, self._decode = Pool(prefill), Pool(decode)
+        self.prefill = Pool(prefill)
+        self._decode = Pool(decode)
         self._attempts = attempts
         # Answers take as long as they take; only connecting has a limit.
         self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=httpx.Limits())
@@ -89,7 +94,7 @@ class Front:
     # ---- who is well ----------------------------------------------------------------------------------------------
 
     def _servers(self) -> tuple[Server, ...]:
-        return (*self._prefill.servers, *self._decode.servers)
+        return (*self.prefill.servers, *self._decode.servers)
 
     def _drain_watches(self) -> Iterator[DrainWatch]:
         for server in self._servers():
@@ -115,7 +120,7 @@ class Front:
         server.is_healthy = is_healthy
 
     async def _health(self, _: Request) -> Response:
-        pools = {"prefill": self._prefill, "decode": self._decode}
+        pools = {"prefill": self.prefill, "decode": self._decode}
         can_serve = all(any(server.takes_requests for server in pool.servers) for pool in pools.values())
         state = {name: [_shown(server) for server in pool.servers] for name, pool in pools.items()}
         return JSONResponse({**state, "retries": self.retries}, status_code=200 if can_serve else 503)
@@ -176,7 +181,7 @@ class Front:
         return await one_of(answers, self._ending)
 
     def _pair(self, avoided: set[Server]) -> tuple[Server | None, Server | None]:
-        return self._prefill.choose(avoided), self._decode.choose(avoided)
+        return self.prefill.choose(avoided), self._decode.choose(avoided)
 
     async def _attempt(
         self,
@@ -196,7 +201,7 @@ class Front:
         for attempt in range(self._attempts):
             prefill, decode = self._pair(avoided) if attempt else pair
             if prefill is None:
-                return _failed(503, self._prefill.shortage("prefill"))
+                return _failed(503, self.prefill.shortage("prefill"))
             if decode is None:
                 return _failed(503, self._decode.shortage("decode"))
             try:

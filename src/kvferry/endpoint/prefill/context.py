@@ -24,25 +24,29 @@ _MOST_BROKEN_OFF = 1 << 12  # names of decode ranks: a thousand times as many as
 
 
 class BrokenOff:
-    """The decode ranks to which a write failed of which something had been sent. For any thread."""
+    """The decode ranks to which a write failed of which something had been sent. For any thread.
+
+    Attributes:
+        last_failures: by receiver, the latest last.
+    """
 
     def __init__(self) -> None:
         # Guards the numbers of the last failed writes, which workers give.
         self._lock = threading.Lock()
-        self._last_failures: OrderedDict[str, int] = OrderedDict()  # the latest stand last
+        self.last_failures: OrderedDict[str, int] = OrderedDict()  # the latest stand last
         self._failure_numbers = itertools.count(1)
 
     def add(self, name: str) -> None:
         """Remembers that such a write failed."""
         with self._lock:
-            remember(self._last_failures, name, next(self._failure_numbers), _MOST_BROKEN_OFF)
+            remember(self.last_failures, name, next(self._failure_numbers), _MOST_BROKEN_OFF)
 
     def __contains__(self, name: str) -> bool:
-        return name in self._last_failures
+        return name in self.last_failures
 
     def last_failure_to(self, name: str) -> int:
         """Returns the number of the last such write to a decode rank; 0 if there was none."""
-        return self._last_failures.get(name, 0)
+        return self.last_failures.get(name, 0)
 
 
 @dataclass(eq=False, slots=True)
