@@ -100,8 +100,6 @@ class KubernetesClient(Orchestrator):
         token_file: the token; read for every request, since it changes.
         ca_file: certificates that vouch for the API; not read where the url is http.
         timeout_s: how long each step of a request may take.
-
-    Attributes:
     """
 
     def __init__(self, url: str, *, token_file: Path, ca_file: Path, timeout_s: float = 5.0) -> None:
