@@ -569,7 +569,9 @@ def test_a_bootstrap_server_without_kvferry_is_named(pair: Pair):
 
     def is_named() -> bool:
         assert not manager.try_ensure_parallel_info(address)
-        return "knows nothing of kvferry" in (manager.prefill_servers.why_not_found(address, 0.0, time.monotonic()) or "")
+        return "knows nothing of kvferry" in (
+            manager.prefill_servers.why_not_found(address, 0.0, time.monotonic()) or ""
+        )
 
     try:
         eventually("it was asked", is_named)
