@@ -1,7 +1,8 @@
 """A window on endpoints, transfers and transports, for tests: what no caller needs, such as rooms, links and peers.
 
 `probe(endpoint)` is what tests look through, so that they say what they ask and not where it lies; nothing else reaches
-inside. It holds nothing of its own and changes nothing. Whoever plants a fault takes the part that it belongs to.
+inside. It holds nothing of its own, and hands out the parts themselves: whoever plants a fault changes the one that it
+belongs to.
 """
 
 from __future__ import annotations
