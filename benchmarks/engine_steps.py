@@ -305,7 +305,7 @@ def vllm_decode() -> Sides:
             blocks = {group: GroupBlocks(0, (number % 128,))}
             request = BlocksToReceive(str(number), number, "prefill", 0, 16, blocks)
             side.receive(EngineStep(receive=[request]))
-        until(lambda: all(each.state.value != "bootstrapping" for each in side._incoming.values()))
+        until(lambda: all(each.state.value != "bootstrapping" for each in side.incoming.receivers))
 
     yield "kvferry", grow, vllm_hooks(side)
     side.close()

@@ -100,7 +100,7 @@ def figures(pages: Pages, repeats: int, endpoint: kf.DecodeEndpoint, rooms: iter
         ),
         "packing": median_us(lambda: PageNumbers.of(pages), repeats),
         "vLLM's scheduler": median_us(lambda: _numbers(0, blocks), repeats),
-        "vLLM's worker": median_us(lambda: worker._pages(group.name, given, tokens), repeats),
+        "vLLM's worker": median_us(lambda: worker.pages(group.name, given, tokens), repeats),
     }
 
 

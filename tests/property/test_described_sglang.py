@@ -14,7 +14,7 @@ from tests.support.described import DescribedRank, wrong_bytes
 from tests.support.sglang_pools import Lists, StateType, heads_pool, mamba_pool, model_config, named
 
 from kvferry import Device, RankCoordinates
-from kvferry.engines.sglang import pools
+from kvferry.engines.sglang import pools, recurrent
 from kvferry.engines.sglang.caches import Block
 from kvferry.engines.sglang.layouts import describe
 from kvferry.errors import IncompatiblePeerError
@@ -256,7 +256,7 @@ def test_what_is_guessed_is_found_out(fault: str, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setattr(pools, "_claimed_heads", lambda *_: (4, 4))
         prefill, decode = engine(MIMO, 8), engine(MIMO, 8)
     else:
-        monkeypatch.setattr(pools, "_convolution", as_before)
+        monkeypatch.setattr(recurrent, "_convolution", as_before)
         model = Model(2, convolution=Convolution("mixer", 8))
         prefill, decode = engine(model, 2), engine(model, 1)
     assert list(wrong_bytes(prefill, decode, ROOMS))

@@ -154,7 +154,7 @@ def test_pages_may_differ_in_size(pair: Pair, heads: int | None):
     """Whole requests, in chunks and behind a prefix; and nothing else is written."""
     begin(pair, lambda page=16, **where: DraftedRank(heads=heads, page=page, **where), 2, 1, page=32)
     sides = (pair.prefill.managers, pair.decode.managers)
-    cross(*([(each.place.coordinates, each._layout) for each in managers] for managers in sides))
+    cross(*([(each.place.coordinates, each.caches.layout) for each in managers] for managers in sides))
 
 
 def _metadata(hidden_size: int) -> tuple[utils.MetadataBuffers, MetadataRows]:

@@ -42,7 +42,7 @@ class StepRequest(Request):
         )
         ids = [*range(len(self.rank.layers))]
         self.steps = self.manager.layer_steps = LayerSteps(
-            self.pool, ranges_of(self.manager._layout, LAYERS), ids, (lambda: event) if event is not None else None
+            self.pool, ranges_of(self.manager.caches.layout, LAYERS), ids, (lambda: event) if event is not None else None
         )
         self.ask()
         wait(self.sent, KVPoll.WaitingForInput)

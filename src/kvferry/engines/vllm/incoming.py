@@ -49,6 +49,11 @@ class IncomingRequests:
         self._failed: set[str] = set()  # to be reported as such: those without a room, or whatever has come of them
         self._came: set[str] = set()  # to be reported as received: those that needed no room
 
+    @property
+    def receivers(self) -> list[Receiver]:
+        """The rooms of those on their way."""
+        return [load.receiver for load in self._loads.values()]
+
     def add(self, blocks: BlocksToReceive, receiver: Receiver) -> None:
         """Takes a request whose room is open."""
         request = blocks.request

@@ -79,6 +79,7 @@ class WorkerSide:
     Attributes:
         prefill: sends; None on a decode server.
         decode: receives; None on a prefill server.
+        incoming: requests that are received.
         outgoing: requests that are being sent.
     """
 
@@ -128,7 +129,7 @@ class WorkerSide:
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
         self._log = TransferLog()
-        self._incoming = IncomingRequests(self._log, loaded_blocks)
+        self.incoming = IncomingRequests(self._log, loaded_blocks)
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
@@ -263,12 +264,12 @@ class WorkerSide:
             self.send(sending, fence)
         self._step = _Progress()
         for request, reason in step.give_up.items():
-            if not self._incoming.give_up(request, reason) and self.outgoing is not None:
+            if not self.incoming.give_up(request, reason) and self.outgoing is not None:
                 self.outgoing.give_up(request, reason)
         for request in step.needed:
             if self.outgoing is not None and self.outgoing.give_up_unasked(request, _NEEDED):
                 self._needed.add(request)
-        self._incoming.fail(step.fail)
+        self.incoming.fail(step.fail)
         if self.prefill is not None:
             for room, reason in step.refuse.items():
                 self.prefill.refuse(room, reason)
@@ -289,7 +290,7 @@ class WorkerSide:
                 self._log.sent(request, sender, MEMORY if request in self._needed else "")
                 self._needed.discard(request)
                 sent.add(request)
-        received, failed = self._incoming.take_ended()
+        received, failed = self.incoming.take_ended()
         return Results(sent, received, failed)
 
     @property
@@ -328,7 +329,7 @@ class WorkerSide:
             if receiving.copied_from:
                 for name, blocks in receiving.copied_from.items():
                     self._copier.copy(name, blocks, receiving.groups[name])
-                self._incoming.have_come(request)
+                self.incoming.have_come(request)
                 return
             pages = {}
             for name, blocks in self._here(receiving.groups):
@@ -350,11 +351,11 @@ class WorkerSide:
             if not receiving.copied_from:
                 self.decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
-                self._incoming.fail((request,))
+                self.incoming.fail((request,))
                 self._log.not_received()
             return
         if receiving.is_wanted:
-            self._incoming.add(receiving, receiver)
+            self.incoming.add(receiving, receiver)
 
     def _here(self, groups: Mapping[str, GroupBlocks]) -> Iterator[tuple[str, GroupBlocks]]:
         """Yields the groups of which this pipeline stage has layers."""
