@@ -41,9 +41,9 @@ class StepRequest(Request):
             self.pool, "layer_transfer_counter", counter
         )
         ids = [*range(len(self.rank.layers))]
-        self.steps = self.manager.layer_steps = LayerSteps(
-            self.pool, ranges_of(self.manager.caches.layout, LAYERS), ids, (lambda: event) if event is not None else None
-        )
+        ranges = ranges_of(self.manager.caches.layout, LAYERS)
+        made = (lambda: event) if event is not None else None
+        self.steps = self.manager.layer_steps = LayerSteps(self.pool, ranges, ids, made)
         self.ask()
         wait(self.sent, KVPoll.WaitingForInput)
         (self.sender,) = self.senders
