@@ -20,6 +20,7 @@ from tests.support.sglang_pools import heads_pool, mamba_pool, model_config, nam
 
 from kvferry.engines.sglang import manager as manager_module
 from kvferry.engines.sglang import options as options_module
+from kvferry.engines.sglang import rank_caches as caches_module
 from kvferry.engines.sglang.hooks import keep_until_proven
 from kvferry.engines.sglang.plugin import register
 
@@ -381,7 +382,7 @@ def place(
         within.setattr(manager_module, "get_disagg", lambda: disagg)
         within.setattr(manager_module, "get_parallel", lambda: parallel)
         within.setattr(options_module, "get_memory", lambda: memory)
-        within.setattr(manager_module, "mambaish_config", lambda _: model.recurrent(tp) if model.state_layers else None)
+        within.setattr(caches_module, "mambaish_config", lambda _: model.recurrent(tp) if model.state_layers else None)
         within.setattr(conn, "get_serving", lambda: SimpleNamespace(host=changed.get("host", "127.0.0.1"), port=1))
         within.setattr(conn, "get_observability", lambda: SimpleNamespace(enable_trace=False), raising=False)
         within.setattr(conn, "get_dsv41_spec_layout", lambda _: None)
@@ -389,7 +390,7 @@ def place(
         within.setattr(conn, "get_kv_shard_group", lambda _: shard, raising=False)
         within.setattr(conn, "PPConsensusStore", Consensus)
         within.setattr(ModelConfig, "from_server_args", lambda _: config)
-        within.setattr(manager_module, "_identity", lambda *_: identity)
+        within.setattr(caches_module, "identity_of", lambda *_: identity)
         yield
 
 

@@ -12,6 +12,7 @@ from sglang.srt.runtime_context import get_exec, get_model, get_spec
 from sglang.srt.server_args import ServerArgs
 
 from kvferry import Device, Entry, MemoryKind, RankLayout
+from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
@@ -85,11 +86,15 @@ def rank_caches(args: KVArgs, server_args: ServerArgs, place: Placement) -> Rank
     host = host_arguments(args)
     if host is not None:
         host_layout = describe(caches_of(host, model, None, totals, place=place), place, in_main_memory)
-    identity = cache_identity(
+    rings = rings_of(args.kvferry_pools.target)
+    return RankCaches(layout, host_layout, host is not None, is_sparse, rings, identity_of(args, model).fingerprint())
+
+
+def identity_of(args: KVArgs, model: ModelConfig) -> CacheIdentity:
+    """Returns what a rank's caches are beyond their layout, by SGLang's arguments and its model."""
+    return cache_identity(
         args, model, given=get_model(), speculative=get_spec(), execution=get_exec(), version=engine_version()
     )
-    rings = rings_of(args.kvferry_pools.target)
-    return RankCaches(layout, host_layout, host is not None, is_sparse, rings, identity.fingerprint())
 
 
 def _device(name: str, index: int) -> Device:
