@@ -24,7 +24,7 @@ from tests.support.family_cells import Status, cells, sglang_cell
 from tests.support.model_family import Family
 
 from kvferry import RankCoordinates, RankLayout
-from kvferry.engines.sglang import layouts, pools
+from kvferry.engines.sglang import layouts, pools, recurrent
 from kvferry.errors import IncompatiblePeerError
 
 pytestmark = pytest.mark.timeout(120)
@@ -143,7 +143,7 @@ def test_a_component_that_is_not_sent_is_seen(tmp_path: Path, monkeypatch: pytes
 
 
 def test_groups_that_are_not_known_are_refused_between_unequal_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pools, "_GROUPS", {})
+    monkeypatch.setattr(recurrent, "_GROUPS", {})
     built = of_family("nemotron-h", tmp_path)
     with pytest.raises(IncompatiblePeerError, match="tensor-parallel share"):
         [*wrong_bytes(built.labelled(Shape(tp=2)), built.labelled(Shape()), ROOMS)]
