@@ -28,9 +28,9 @@ from tests.real_engines.vllm.adapters import write_adapter
 from tests.real_engines.vllm.engine import ENVIRONMENT, EngineProcess, Shape
 from tests.real_engines.vllm.test_changes import load, replace
 
-pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(2400)]
+pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(4000)]
 
-KILLS, KILL_EVERY_S, LONGEST_S, CLIENTS, COUNT = 11, 8.0, 900.0, 6, 8
+KILLS, KILL_EVERY_S, LONGEST_S, CLIENTS, COUNT = 11, 8.0, 2400.0, 6, 8
 SERVERS = ("prefill-0", "decode-0", "decode-1")
 ADAPTERS = ("", "a", "b")  # what requests name; none first
 WEIGHTS, SEEDS = 2, 2  # versions of each
