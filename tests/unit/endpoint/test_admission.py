@@ -324,7 +324,7 @@ def test_writes_that_wait_are_not_posted_after_their_room_has_failed(pair: Calla
             requests.submit(each, start, start + 1, last=start == 3)
         eventually("the first one's is on its way", lambda: transport.in_flight == 1)
     sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
-    eventually("all chunks are taken", lambda: sending.handled_chunks == 4)
+    eventually("all chunks are taken", lambda: sending.chunks == 4)
     (request.senders if side == "prefill" else request.receivers)[0].abort("the client went away")
     with pytest.raises(KVFerryError):
         request.senders[0].wait()

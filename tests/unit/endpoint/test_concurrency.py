@@ -475,7 +475,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     for sender in senders:
         sender.submit(np.arange(1), last=True)
         decode.open(1000 + sender.room, np.arange(1), engine=requests.prefill.name)
-    eventually("all were taken", lambda: all(room.handled_chunks for room in probe(prefill).rooms.all()))
+    eventually("all were taken", lambda: all(room.chunks for room in probe(prefill).rooms.all()))
     eventually("all were asked for", lambda: len(probe(prefill).pending) == len(senders))
     eventually("the waker rests", lambda: probe(prefill).driver.waker.is_resting)
     probe(prefill).driver.connecting_until = 0.0

@@ -135,7 +135,7 @@ class RoomActor(Actor):
 
     Attributes:
         machine: the room's state.
-        handled_chunks: how many chunks it has taken.
+        chunks: how many chunks it has taken.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class RoomActor(Actor):
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
-        self.handled_chunks = 0
+        self.chunks = 0
         self._pages = 0  # that were handed in
         self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
         self.sender = Sender(
@@ -186,11 +186,6 @@ class RoomActor(Actor):
     def state(self) -> TransferState:
         """The state of its transfer; this and what follows may be read from any thread."""
         return self.machine.state
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that were taken."""
-        return self.handled_chunks
 
     @property
     def quarantined_pages(self) -> int:
@@ -218,7 +213,7 @@ class RoomActor(Actor):
             room=self.room,
             state=machine.state.value,
             age_s=self.age_s(now),
-            chunks=self.handled_chunks,
+            chunks=self.chunks,
             path=path.value if path is not None else "",
             moved_bytes=sum(write.total_bytes for write in writes) + sum(part.num_bytes for part in parts),
             waits_for=self._waits_for(waiting),
@@ -239,7 +234,7 @@ class RoomActor(Actor):
     def waiting_chunks(self) -> int:
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
         waiting = [self.machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
-        return self.handled_chunks - min((chunk for chunk in waiting if chunk is not None), default=self.handled_chunks)
+        return self.chunks - min((chunk for chunk in waiting if chunk is not None), default=self.chunks)
 
     @property
     def deadline(self) -> float | None:
@@ -331,7 +326,7 @@ class RoomActor(Actor):
                 self._next_pages[part.group] = part.stop
                 self._pages += len(part.pages)
         self.apply(ChunkSubmitted(chunk), worker)
-        self.handled_chunks += ready.count
+        self.chunks += ready.count
 
     def _take_unread(self, worker: Worker) -> None:
         """Takes what may be read and need not wait for more layers; then awaits the next signal."""
@@ -391,7 +386,7 @@ class RoomActor(Actor):
 
     def _cancel(self, worker: Worker) -> None:
         """Posts nothing more of a room that has failed, and drops what was not ready."""
-        self.handled_chunks += self._unread.drop()
+        self.chunks += self._unread.drop()
         error = self.machine.error or TransferFailedError("the room has failed")
         for receiver in self._receivers.values():
             receiver.cancel(error, worker)
@@ -399,7 +394,7 @@ class RoomActor(Actor):
     def _show(self) -> None:
         machine = self.machine
         self._rooms.set_deadline(self, machine.deadline)
-        self.sender._proceed(self.handled_chunks, waiting=self.waiting_chunks, is_drained=machine.is_drained)
+        self.sender._proceed(self.chunks, waiting=self.waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
             ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None

@@ -39,11 +39,7 @@ from kvferry.engines.sglang.rank_caches import rank_caches
 from kvferry.engines.sglang.settings import settings_beside
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.engines.sglang.weights import Weights
-from kvferry.errors import (
-    TransferError,
-    UnknownRoomError,
-    UsageError,
-)
+from kvferry.errors import TransferError, UnknownRoomError, UsageError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
