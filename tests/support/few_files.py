@@ -22,7 +22,7 @@ import torch
 import uvicorn
 
 import kvferry as kf
-from kvferry.control import registry_app
+from kvferry.control import quiet_server, registry_app
 from kvferry.errors import KVFerryError
 from kvferry.transport.nixl import bindings
 
@@ -148,7 +148,7 @@ def _forked(work: Callable[[], object]) -> int:
 def main(side: str, phase: str, numbers: list[int]) -> None:
     """Prints a line of JSON for each number."""
     # Imported before: that takes seconds in each process, and files.
-    assert all((httpx, torch, uvicorn, registry_app.registry_app, bindings.load_bindings(), kf.Settings()))
+    assert all((httpx, torch, uvicorn, quiet_server, registry_app, bindings.load_bindings(), kf.Settings()))
     for spare in numbers:
         (here, tell), (there, answer) = os.pipe(), os.pipe()
         reading, writing = os.pipe()

@@ -16,6 +16,14 @@ import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+# Whoever waits for longer than clients do is answered in vain, and comes again: with too much to do, a server with a
+# long queue answers nobody in time. And all that wait are accepted at once, and again before the first are read: three
+# times as many must not be more than may be silent, which two of three connections may.
+BACKLOG = 128
+
+STAYS = "stays"
+"""What a request's state has where its connection is kept for longer: it comes from a rank that is registered."""
+
 
 class Listener(socket.socket):
     """A listening socket that tells of every connection that it accepts.

@@ -8,47 +8,26 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import logging
 import socket
 import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING
 
 from kvferry.control.credentials import bears
-from kvferry.control.http_clients import Clients, Listener
+from kvferry.control.http_clients import BACKLOG, Listener
 from kvferry.errors import KVFerryError, SettingsError, UsageError
 from kvferry.loggers import logger_of
 from kvferry.open_files import share_of
 
 if TYPE_CHECKING:
-    import asyncio
-
     import uvicorn
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from typing_extensions import Self
 
 log = logger_of(__name__)
-
-# Whoever waits for longer than clients do is answered in vain, and comes again: with too much to do, a server with a
-# long queue answers nobody in time. And all that wait are accepted at once, and again before the first are read: three
-# times as many must not be more than may be silent, which two of three connections may.
-_BACKLOG = 128
-_CONNECTIONS_OF_ONE_THAT_WAITS = 6
-# How long a client may take to send a request's head, its TLS handshake included, and how many may at once: connections
-# take file descriptors of the whole process.
-_LONGEST_HEAD_S = 10
-_MOST_SILENT = 512
-# Between two requests: for who asks now and then, such as Prometheus every 15 s, and for a rank, whose connection lives
-# as long as the rank, longer than the time between renewals.
-_KEEP_ALIVE_S = 20
-_RANKS_KEEP_ALIVE_S = 180
-_GRACEFUL_SHUTDOWN_S = 1
-
-STAYS = "stays"
-"""What a request's state has where its connection is kept for longer: it comes from a rank that is registered."""
 
 
 class HttpServer(ABC):
@@ -212,7 +191,10 @@ class HttpServer(ABC):
         try:
             host, port = listener.getsockname()[:2]
             app = self.app() if self._token is None else _ClosesAfterStrangers(self.app(), self._token)
-            server = _quiet_server(app, listener, on_up, tls=self._tls, most=self._most())
+            # Imported late: processes that only use a registry need not load a web server.
+            from kvferry.control.quiet_server import quiet_server
+
+            server = quiet_server(app, listener, on_up, tls=self._tls, most=self._most())
         except BaseException:
             listener.close()
             raise
@@ -232,7 +214,7 @@ class HttpServer(ABC):
             family, _, _, _, address = found[0]
             is_dual = host == "::" and socket.has_dualstack_ipv6()
             listener = socket.create_server(
-                (str(address[0]), port), family=family, backlog=_BACKLOG, dualstack_ipv6=is_dual
+                (str(address[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_dual
             )
             # Accepted connections inherit it. asyncio would set it, but not on what such a listener accepts: each
             # answer would wait 40 ms for the acknowledgement of its own headers.
@@ -280,89 +262,3 @@ def _url(address: tuple[str, int], *, has_tls: bool) -> str:
     if ip.is_unspecified:
         host = "127.0.0.1" if ip.version == 4 else "::1"
     return f"{scheme}://{host}:{port}" if ip.version == 4 else f"{scheme}://[{host}]:{port}"
-
-
-def _quiet_server(
-    app: ASGIApp, listener: Listener, on_up: Callable[[], None], *, tls: ssl.SSLContext | None, most: int
-) -> uvicorn.Server:
-    # Imported late: processes that only use a registry need not load a web server.
-    import h11
-    import uvicorn
-    from uvicorn.protocols.http.h11_impl import H11Protocol
-
-    logger = logger_of(f"{__name__}.requests")
-    logger.setLevel(logging.ERROR)
-    clients = Clients(most=most, most_silent=min(_MOST_SILENT, most * 2 // 3), longest_s=_LONGEST_HEAD_S)
-    listener.on_accept = clients.accepted
-
-    class QuietProtocol(H11Protocol):
-        """Writes no logs of requests, and waits only so long for the head of one.
-
-        uvicorn's own switch for the access log would silence the host process's servers too, and so would the level of
-        its logger, which reports every client that speaks no HTTP.
-        """
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.access_log = False
-            self.logger = logger
-
-        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            super().connection_made(transport)
-            self.number = clients.connected(transport.get_extra_info("socket").fileno(), transport.abort)
-
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            clients.was_heard(self.number)
-            if self.conn.their_state is not h11.IDLE:
-                clients.has_asked(self.number)
-            elif self.timeout_keep_alive_task is None:
-                clients.expect(self.number)  # it began another request on a connection it kept
-
-        def on_response_complete(self) -> None:
-            if self.scope["state"].get(STAYS):
-                self.timeout_keep_alive = _RANKS_KEEP_ALIVE_S
-            super().on_response_complete()
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            clients.forget(self.number)
-            super().connection_lost(exc)
-
-        def send_400_response(self, msg: str) -> None:
-            # What follows a good head may be no HTTP. Then the answer to the head comes too late, or has begun already.
-            if self.cycle is not None:
-                self.cycle.disconnected = True
-                self.cycle.message_event.set()
-            try:
-                super().send_400_response(msg)
-            except h11.LocalProtocolError:
-                self.transport.abort()
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            on_up()
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            # uvicorn would raise the signal again after the shutdown, and the command would end as if killed.
-            self.force_exit = self.should_exit
-            self.should_exit = True
-
-    config = uvicorn.Config(
-        app,
-        http=QuietProtocol,
-        loop="asyncio",
-        ws="none",
-        lifespan="off",
-        interface="asgi3",
-        log_config=None,
-        proxy_headers=False,
-        server_header=False,
-        date_header=False,
-        backlog=min(_BACKLOG, most // _CONNECTIONS_OF_ONE_THAT_WAITS),
-        timeout_keep_alive=_KEEP_ALIVE_S,
-        timeout_graceful_shutdown=_GRACEFUL_SHUTDOWN_S,
-    )
-    config.load()
-    config.ssl = tls  # made by us: uvicorn would ask for the password of an encrypted key on the terminal
-    return Server(config)

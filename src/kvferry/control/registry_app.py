@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvferry._version import __version__
 from kvferry.control.credentials import bears
-from kvferry.control.http_server import STAYS
+from kvferry.control.http_clients import STAYS
 from kvferry.control.leases import RENEWALS_PER_S, Leases
 from kvferry.control.pacing import Pacer
 from kvferry.control.registry_messages import (

@@ -179,7 +179,7 @@ def test_no_token_in_any_log(caplog: pytest.LogCaptureFixture, server: RegistryS
 
 class TestSilentClients:
     def test_a_client_that_asks_nothing_is_sent_away(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.quiet_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             for said in (b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: x\r\n"):
                 with socket.create_connection(server.address, PATIENCE_S) as connection:
@@ -188,7 +188,7 @@ class TestSilentClients:
             assert client.engines() == ()
 
     def test_dripping_does_not_win_time(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.quiet_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, socket.create_connection(server.address, PATIENCE_S) as connection:
 
             def is_sent_away() -> bool:
@@ -201,7 +201,7 @@ class TestSilentClients:
             eventually("it is sent away", is_sent_away)
 
     def test_a_second_request_has_no_more_time(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.3)
+        monkeypatch.setattr("kvferry.control.quiet_server._LONGEST_HEAD_S", 0.3)
         with RegistryServer(port=0) as server, socket.create_connection(server.address, PATIENCE_S) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
             assert connection.recv(65536).startswith(b"HTTP/1.1 200")
@@ -210,7 +210,7 @@ class TestSilentClients:
             assert ended(connection)
 
     def test_of_too_many_the_oldest_goes_so_that_friends_get_in(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
+        monkeypatch.setattr("kvferry.control.quiet_server._MOST_SILENT", 4)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             silent = [socket.create_connection(server.address, PATIENCE_S) for _ in range(12)]
             assert client.engines() == ()
@@ -261,7 +261,7 @@ class TestConnectionsThatStay:
             assert is_open(connection)
 
     def test_the_connection_of_a_rank_lives_longer_than_others(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._KEEP_ALIVE_S", 0.2)
+        monkeypatch.setattr("kvferry.control.quiet_server._KEEP_ALIVE_S", 0.2)
         with RegistryServer(port=0) as server, RegistryClient(server.url) as rank, asked(server) as stranger:
             assert rank.register(RANK) == 10.0
             assert ended(stranger)
@@ -374,7 +374,7 @@ class TestTls:
     def test_handshakes_count_among_the_connections_that_ask_nothing(
         self, settings: Settings, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
+        monkeypatch.setattr("kvferry.control.quiet_server._MOST_SILENT", 4)
         with create_registry(settings) as server, create_registry_client(settings, server.url) as client:
             assert client.engines() == ()
             silent = [socket.create_connection(server.address, PATIENCE_S) for _ in range(12)]
@@ -386,7 +386,7 @@ class TestTls:
                 connection.close()
 
     def test_handshakes_that_failed_do_not_count(self, settings: Settings, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._MOST_SILENT", 4)
+        monkeypatch.setattr("kvferry.control.quiet_server._MOST_SILENT", 4)
         with create_registry(settings) as server, create_registry_client(settings, server.url) as client:
             patient = socket.create_connection(server.address, PATIENCE_S)
             for _ in range(12):
@@ -402,7 +402,7 @@ class TestTls:
     @pytest.mark.usefixtures("_patient_asyncio")
     @pytest.mark.parametrize("said", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["nothing", "half of a hello"])
     def test_a_handshake_has_a_deadline(self, settings: Settings, said: bytes, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 0.5)
+        monkeypatch.setattr("kvferry.control.quiet_server._LONGEST_HEAD_S", 0.5)
         with create_registry(settings) as server, socket.create_connection(server.address, PATIENCE_S) as connection:
             connection.sendall(said)
             assert ended(connection)

@@ -336,7 +336,7 @@ class TestServer:
             assert connection.connect_ex(server.address) != 0
 
     def test_close_does_not_wait_for_clients_that_dawdle(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("kvferry.control.http_server._LONGEST_HEAD_S", 3600)
+        monkeypatch.setattr("kvferry.control.quiet_server._LONGEST_HEAD_S", 3600)
         monkeypatch.setattr(registry_app, "__kwdefaults__", {"body_timeout_s": 3600})
         with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
             client.health()
