@@ -888,7 +888,7 @@ CATALOGUE = (
     PlantedFault(
         "Peers go on by what they compared before SGLang replaced a prefill server's weights",
         "endpoint/prefill/driver.py",
-        "        self._dismiss_all(reason)\n\n    def wake",
+        "        self.dismissals.dismiss_all(reason)\n\n    def wake",
         "\n    def wake",
         "tests/unit/endpoint/test_same_caches.py",
     ),

@@ -26,7 +26,9 @@ from kvferry.endpoint.prefill import unread_chunks
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
+from kvferry.endpoint.prefill.control_channel import ControlChannel
 from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
+from kvferry.endpoint.prefill.dismissals import Dismissals
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites
@@ -364,7 +366,7 @@ def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
 def _never_leaves(patch: pytest.MonkeyPatch) -> None:
     """An endpoint that was closed while its writes hung stays for ever."""
     right = PrefillDriver._has_closed
-    patch.setattr(PrefillDriver, "_has_closed", lambda driver: not driver._is_lingering and right(driver))
+    patch.setattr(PrefillDriver, "_has_closed", lambda driver: not driver.answers.is_lingering and right(driver))
 
 
 # ---- what a sender says, and when ------------------------------------------------------------------------------------
@@ -384,13 +386,13 @@ def _finish_said_while_writes_fly(patch: pytest.MonkeyPatch) -> None:
 
 def _never_sent(patch: pytest.MonkeyPatch, kind: type[Message]) -> None:
     """Lets prefill ranks keep messages of a kind to themselves."""
-    right = PrefillDriver.send
+    right = ControlChannel.send
 
-    def send(driver: PrefillDriver, receiver: str, message: Message) -> None:
+    def send(channel: ControlChannel, receiver: str, message: Message) -> None:
         if not isinstance(message, kind):
-            right(driver, receiver, message)
+            right(channel, receiver, message)
 
-    patch.setattr(PrefillDriver, "send", send)
+    patch.setattr(ControlChannel, "send", send)
 
 
 def _drained_never_said(patch: pytest.MonkeyPatch) -> None:
@@ -910,7 +912,7 @@ def _asked_for_ever(patch: pytest.MonkeyPatch) -> None:
 
 def _replaced_goes_on(patch: pytest.MonkeyPatch) -> None:
     """A prefill rank whose place another one has taken keeps its decode ranks."""
-    patch.setattr(PrefillDriver, "_look_whether_replaced", lambda driver: None)
+    patch.setattr(Dismissals, "look_whether_replaced", lambda dismissals, replaced: None)
 
 
 def _callbacks_raise(patch: pytest.MonkeyPatch) -> None:

@@ -44,5 +44,5 @@ def prefill_elsewhere(
 
 def crash(endpoint: PrefillEndpoint) -> None:
     """Ends a prefill rank as its peers see a crash: not a word comes from it any more."""
-    probe(endpoint).driver.channel.send = lambda *_: None  # type: ignore[method-assign]
+    probe(endpoint).driver.channel.connection.send = lambda *_: None  # type: ignore[method-assign]
     endpoint.close()

@@ -92,7 +92,7 @@ class PrefillProbe(_Probe):
     @property
     def admission(self) -> Admission:
         """The direct writes that are open, and those that wait to be."""
-        return self.driver.admission
+        return self.driver.context.admission
 
     @property
     def context(self) -> PrefillContext:
@@ -102,7 +102,7 @@ class PrefillProbe(_Probe):
     @property
     def port(self) -> int:
         """Where it listens for decode ranks."""
-        return self.driver.port
+        return self.driver.channel.port
 
 
 class DecodeProbe(_Probe):

@@ -677,7 +677,7 @@ def test_what_a_broken_connection_has_lost_is_sent_again_and_counts_once(
     requests = pair(ATTENTION, Shape(tp=2), Shape(), checksums=True, heartbeat_interval_s=0.1, peer_timeout_s=5.0)
     requests.connect()
     driver = probe(requests.prefill.endpoints[1]).driver
-    right, verified = driver.take_numbered, driver.rooms.verified
+    right, verified = driver.answers.take_numbered, driver.rooms.verified
     lost: list[messages.Numbered] = []
     taken: list[int] = []
 
@@ -691,7 +691,7 @@ def test_what_a_broken_connection_has_lost_is_sent_again_and_counts_once(
         taken.append(message.room)
         verified(identity, message)
 
-    monkeypatch.setattr(driver, "take_numbered", lose_the_first)
+    monkeypatch.setattr(driver.answers, "take_numbered", lose_the_first)
     monkeypatch.setattr(driver.rooms, "verified", counted)
     submitted(requests, 1).wait()
     assert lost

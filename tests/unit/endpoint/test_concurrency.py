@@ -478,7 +478,7 @@ def test_no_thread_wakes_every_millisecond_while_rooms_wait_for_the_other_side(
     eventually("all were taken", lambda: all(room.chunks for room in probe(prefill).rooms.all()))
     eventually("all were asked for", lambda: len(probe(prefill).pending) == len(senders))
     eventually("the waker rests", lambda: probe(prefill).driver.waker.is_resting)
-    probe(prefill).driver.connecting_until = 0.0
+    probe(prefill).driver.answers.connecting_until = 0.0
     probe(decode).rooms.last_news_at -= 10.0
     time.sleep(0.005)  # the turns that have begun
     turns: collections.Counter[type] = collections.Counter()

@@ -120,7 +120,7 @@ def test_a_rank_that_is_lost_is_no_event_of_rooms_that_it_did_not_open(monkeypat
     posted: list[int] = []
     for each in (room, other):
         monkeypatch.setattr(each, "post", lambda event, number=each.room: posted.append(number))
-    probe(prefill).driver.give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
+    probe(prefill).driver.dismissals.give_up(decode.transport.endpoint_name, PeerDisconnectedError("lost"))
     assert posted == [5_007]
 
 

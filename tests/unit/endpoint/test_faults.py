@@ -16,7 +16,7 @@ from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState
-from kvferry.endpoint.prefill.driver import PrefillDriver
+from kvferry.endpoint.prefill.control_channel import ControlChannel
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,
@@ -270,12 +270,12 @@ def test_a_prefill_rank_speaks_only_for_itself_and_for_the_present(pair: Callabl
     for rank, endpoint in enumerate(requests.prefill.endpoints):
         writer = 1 - rank if what == "writer" else rank
         if kind == "failed":
-            probe(endpoint).driver.send(
+            probe(endpoint).driver.channel.send(
                 decode_name(requests),
                 messages.RoomFailed(room=room, generation=forged_generation, writer=writer, error="E", reason="forged"),
             )
         else:
-            probe(endpoint).driver.send(
+            probe(endpoint).driver.channel.send(
                 decode_name(requests),
                 messages.Drained(
                     endpoint=endpoint.transport.endpoint_name, room=room, generation=forged_generation, writer=writer
@@ -306,7 +306,7 @@ def test_a_rank_that_closes_after_a_write_failed_is_believed_once_what_was_sent_
     eventually("it is aborted", lambda: request.receivers[0].state.is_final)
     told_at = time.monotonic()
     for _ in range(2):
-        probe(endpoint).driver.send(
+        probe(endpoint).driver.channel.send(
             decode_name(requests), messages.Closed(endpoint=transport.endpoint_name, after_failure=True)
         )
     assert request.receivers[0].wait_pages_reusable(WAIT_S)
@@ -328,10 +328,10 @@ def test_a_rank_to_which_a_write_failed_connects_anew_once_what_was_sent_has_had
 
     waits: list[object] = []
     monkeypatch.setattr(driver.context.settling, "add", waits.append)
-    probe(endpoint).driver.send(
+    probe(endpoint).driver.channel.send(
         decode_name(requests), messages.Attached(endpoint="another", attempt=1, only_staged=False, last_failure=9)
     )
-    probe(endpoint).driver.give_up(decode_name(requests), PeerDisconnectedError("planted"))
+    probe(endpoint).driver.dismissals.give_up(decode_name(requests), PeerDisconnectedError("planted"))
     eventually("the decode rank has heard of it", lambda: not driver.rooms.links.current)
     requests.run(2)
     assert not waits, "it has waited for that write"
@@ -470,16 +470,16 @@ def test_a_stranger_cannot_end_the_connection_of_another(pair: Callable[..., Req
 
 
 def test_an_abort_is_repeated_until_it_is_answered(engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch):
-    send = PrefillDriver.send
+    send = ControlChannel.send
     lost: list[field_types.Message] = []
 
-    def lose(driver: PrefillDriver, receiver: str, message: field_types.Message) -> None:
+    def lose(channel: ControlChannel, receiver: str, message: field_types.Message) -> None:
         if isinstance(message, messages.Drained) and not lost:
             lost.append(message)
         else:
-            send(driver, receiver, message)
+            send(channel, receiver, message)
 
-    monkeypatch.setattr(PrefillDriver, "send", lose)
+    monkeypatch.setattr(ControlChannel, "send", lose)
     both = engines(heartbeat_interval_s=0.05, peer_timeout_s=5)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     request = opened(requests)

@@ -666,7 +666,8 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     requests.connect()
     endpoint, pool = requests.prefill.endpoints[0], requests.decode.pools[0]
     opens: list[tuple[str, bytes]] = []
-    receive = probe(endpoint).driver.receive
+    answers = probe(endpoint).driver.answers
+    receive = answers.receive
 
     def note(identity: str, data: bytes, now: float) -> None:
         message = codec.decode_to_prefill(data)
@@ -675,7 +676,7 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
             opens.append((identity, data))
         receive(identity, data, now)
 
-    monkeypatch.setattr(probe(endpoint).driver, "receive", note)
+    monkeypatch.setattr(answers, "receive", note)
     first = requests.new(1)
     requests.open_decode(first)
     requests.open_prefill(first)
@@ -687,7 +688,7 @@ def test_an_open_request_that_comes_again_when_its_number_stands_for_another_req
     second = requests.new(1)
     requests.open_prefill(second)
     requests.submit(second)
-    probe(endpoint).driver.receive_one(identity, message, probe(endpoint).now)
+    answers.receive_one(identity, message, probe(endpoint).now)
     with pytest.raises(TransferTimeoutError, match="opened it within"):
         second.senders[0].wait(WAIT_S)
     assert pool.touched_bytes(first.destination_pages[0]) == 0
@@ -736,12 +737,12 @@ def test_a_lost_message_is_worth_a_line_if_somebody_may_miss_it(
     """A closed decode rank misses no answer to a heartbeat or close message; what has a number is sent again."""
     endpoint = pair().prefill.endpoints[0]
     name = endpoint.transport.endpoint_name
-    probe(endpoint).driver.send("whoever left", messages.Pong(endpoint=name, attached=True))
-    probe(endpoint).driver.send("whoever left", messages.Closed(endpoint=name))
-    probe(endpoint).driver.send(
+    probe(endpoint).driver.channel.send("whoever left", messages.Pong(endpoint=name, attached=True))
+    probe(endpoint).driver.channel.send("whoever left", messages.Closed(endpoint=name))
+    probe(endpoint).driver.channel.send(
         "whoever left", messages.RoomFailed(room=1, generation=1, writer=0, error="", reason="")
     )
-    probe(endpoint).driver.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
+    probe(endpoint).driver.channel.send("whoever left", messages.Drained(endpoint=name, room=1, generation=1, writer=0))
     eventually("the last was sent", lambda: "was lost" in caplog.text)
     assert [record.getMessage().split()[0] for record in caplog.records if "was lost" in record.message] == ["Drained"]
 

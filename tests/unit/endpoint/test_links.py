@@ -54,14 +54,14 @@ QUICK = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.0}
 def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
     """Stops a prefill rank's control thread, as if the process hung, until the event is set."""
     endpoint, go_on, stopped = engine.endpoints[rank], threading.Event(), threading.Event()
-    receive = probe(endpoint).driver.channel.receive
+    receive = probe(endpoint).driver.channel.connection.receive
 
     def frozen() -> Any:
         stopped.set()
         go_on.wait(60)
         return receive()
 
-    probe(endpoint).driver.channel.receive = frozen  # type: ignore[method-assign]
+    probe(endpoint).driver.channel.connection.receive = frozen  # type: ignore[method-assign]
     probe(endpoint).driver.wake()
     assert stopped.wait(WAIT_S)
     return go_on
@@ -284,8 +284,8 @@ def test_caches_that_differ_are_refused_when_the_sides_connect(
 
 def test_transports_that_differ_are_refused(pair: Callable[..., Requests]):
     requests = pair()
-    driver = probe(requests.prefill.endpoints[0]).driver
-    driver.welcome = msgspec.structs.replace(driver.welcome, transport="carrier pigeon")
+    answers = probe(requests.prefill.endpoints[0]).driver.answers
+    answers.welcome = msgspec.structs.replace(answers.welcome, transport="carrier pigeon")
     with pytest.raises(IncompatiblePeerError, match="uses carrier pigeon, this decode rank inprocess"):
         requests.connect()
 
@@ -308,9 +308,9 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
     requests = pair()
     other = TokenShare(interleaved(2), 1)
     if side == "prefill":
-        driver = probe(requests.prefill.endpoints[0]).driver
-        layout = msgspec.structs.replace(driver.welcome.layout, tokens=other)
-        driver.welcome = msgspec.structs.replace(driver.welcome, layout=layout)
+        answers = probe(requests.prefill.endpoints[0]).driver.answers
+        layout = msgspec.structs.replace(answers.welcome.layout, tokens=other)
+        answers.welcome = msgspec.structs.replace(answers.welcome, layout=layout)
     else:
         identity = probe(requests.decode.endpoints[0]).context.identity
         object.__setattr__(identity, "layout", msgspec.structs.replace(identity.layout, tokens=other))

@@ -113,9 +113,9 @@ def test_a_message_of_a_type_that_a_decode_rank_does_not_know_leaves_the_link_as
     body = msgspec.msgpack.encode(RoomApplauded(room=7))
     channel = probe(prefill).ranks.channels.channel_to(decode.transport.endpoint_name)
     with caplog.at_level(logging.WARNING):
-        probe(prefill).driver.send(decode.transport.endpoint_name, RoomApplauded(room=7))  # type: ignore[arg-type]
+        probe(prefill).driver.channel.send(decode.transport.endpoint_name, RoomApplauded(room=7))  # type: ignore[arg-type]
         for numbered in channel.send(msgspec.Raw(body)):
-            probe(prefill).driver.send(decode.transport.endpoint_name, numbered)
+            probe(prefill).driver.channel.send(decode.transport.endpoint_name, numbered)
         eventually("both came", lambda: caplog.text.count("'RoomApplauded', which kvferry") == 2)
     assert probe(decode).links.current == (link,)
     requests.run(1)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 from kvferry.endpoint.runtime.threads import do_each
 from kvferry.protocol.time_awake import TimeAwake
+from kvferry.settings import Settings
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +99,16 @@ class Admission:
         self._turns = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
         self.ready: list[tuple[int, str]] = []
+
+    @classmethod
+    def of(cls, settings: Settings, now: Callable[[], float]) -> Admission:
+        """Makes one with the bounds that the settings give."""
+        return cls(
+            most_bytes=int(settings.direct_mib * 2**20),
+            most_bytes_of_one=int(settings.direct_receiver_mib * 2**20),
+            stalls_after_s=settings.write_timeout_s / 2,
+            now=now,
+        )
 
     @property
     def num_bytes(self) -> int:

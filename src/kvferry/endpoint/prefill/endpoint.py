@@ -101,7 +101,7 @@ class PrefillEndpoint(Endpoint):
             )
             undo.pop_all()
             undo.callback(self.close)
-            self.control_address = self._driver.control_address
+            self.control_address = self._driver.channel.address
             log.info("prefill rank %d of %r: decode ranks are told %s", self.engine_rank, engine, self.control_address)
             self._telemetry.start()
             if announces:
