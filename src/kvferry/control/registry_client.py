@@ -151,7 +151,7 @@ class RegistryClient(Registry):
     def grant(self, registration: RankRegistration) -> Grant:
         """Does what `register` does, and says when to renew the lease; raises likewise."""
         path = _rank_path(registration.engine, registration.engine_rank)
-        answer = self._exchange("PUT", path, content=msgspec.json.encode(registration))
+        answer = self.exchange("PUT", path, content=msgspec.json.encode(registration))
         lease = self._answer_or_refusal(answer, _LEASE)
         self._granted = answer
         if lease.draining:
@@ -176,7 +176,7 @@ class RegistryClient(Registry):
         """
         check_engine_name(engine)
         query = {"incarnation": incarnation}
-        return self._answer(self._exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
+        return self._answer(self.exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
         """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
@@ -189,7 +189,7 @@ class RegistryClient(Registry):
         check_engine_name(name)
         known = self._views.get(name)
         headers = {} if known is None else {"if-none-match": known.tag}
-        answer = self._exchange("GET", f"/v1/engines/{quote(name, safe='')}", headers=headers)
+        answer = self.exchange("GET", f"/v1/engines/{quote(name, safe='')}", headers=headers)
         retry_s = _seconds(answer.headers.get("retry-after", ""))
         if answer.status == 304 and known is not None:
             return msgspec.structs.replace(known.view, retry_s=retry_s)
@@ -219,7 +219,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(self._exchange("GET", "/v1/engines"), _ENGINES).engines
+        return self._answer(self.exchange("GET", "/v1/engines"), _ENGINES).engines
 
     def drain(self, engine: str) -> tuple[str, ...]:
         """Tells the live ranks of a prefill engine to drain, see `Registry.drain`.
@@ -231,7 +231,7 @@ class RegistryClient(Registry):
             SettingsError: if no engine can have this name.
         """
         check_engine_name(engine)
-        answer = self._exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
+        answer = self.exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
         return self._answer_or_refusal(answer, _TOLD_TO_DRAIN).endpoints
 
     def drains(self, endpoint: str) -> bool:
@@ -249,7 +249,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        self._answer_or_refusal(self._exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}"), _RELEASED)
+        self._answer_or_refusal(self.exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}"), _RELEASED)
 
     def released(self) -> tuple[str, ...]:
         """Returns the prefill endpoints that operators have released.
@@ -258,7 +258,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(self._exchange("GET", "/v1/released"), _RELEASED).endpoints
+        return self._answer(self.exchange("GET", "/v1/released"), _RELEASED).endpoints
 
     def health(self) -> Health:
         """Returns the registry's version, and how long it has been up.
@@ -267,7 +267,7 @@ class RegistryClient(Registry):
             RegistryUnreachableError: if nothing answered.
             RegistryError: if what answered is no registry, or it failed.
         """
-        return self._answer(self._exchange("GET", "/health"), _HEALTH)
+        return self._answer(self.exchange("GET", "/health"), _HEALTH)
 
     def findings(self) -> Iterator[Finding]:
         """Says how the registry is, for `kvferry doctor`."""
@@ -309,7 +309,7 @@ class RegistryClient(Registry):
                 )
             return self._http
 
-    def _exchange(self, method: str, path: str, **arguments: Any) -> Answer:
+    def exchange(self, method: str, path: str, **arguments: Any) -> Answer:
         """Makes a request; returns the answer, whatever it is."""
         connections = self._connections()
         import httpx

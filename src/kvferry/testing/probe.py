@@ -51,6 +51,11 @@ class _Probe:
         return self._endpoint._telemetry
 
     @property
+    def rooms_lock(self) -> threading.Lock:
+        """Guards the table of rooms."""
+        return self._endpoint._driver.rooms._lock
+
+    @property
     def closers(self) -> threading.RLock:
         """Held by whoever closes the endpoint."""
         return self._endpoint._closers

@@ -19,23 +19,27 @@ from kvferry.transport.ranges import Connection, RangeTransport
 
 
 class InProcessNetwork:
-    """Connects in-process transports; one per test."""
+    """Connects in-process transports; one per test.
+
+    Attributes:
+        members: those that can be reached, by name.
+    """
 
     def __init__(self) -> None:
         # Guards the table of members, which endpoints join and leave from their own threads.
         self._lock = threading.Lock()
-        self._members: dict[str, InProcessTransport] = {}
+        self.members: dict[str, InProcessTransport] = {}
 
     def join(self, member: InProcessTransport) -> None:
         """Makes a transport reachable; one of the same name is replaced, as by a restart."""
         with self._lock:
-            self._members[member.endpoint_name] = member
+            self.members[member.endpoint_name] = member
 
     def leave(self, member: InProcessTransport) -> None:
         """Makes a transport unreachable."""
         with self._lock:
-            if self._members.get(member.endpoint_name) is member:
-                del self._members[member.endpoint_name]
+            if self.members.get(member.endpoint_name) is member:
+                del self.members[member.endpoint_name]
 
     def member(self, name: str) -> InProcessTransport:
         """Returns the transport of that name.
@@ -44,9 +48,9 @@ class InProcessNetwork:
             PeerDisconnectedError: if there is none.
         """
         with self._lock:
-            if name not in self._members:
+            if name not in self.members:
                 raise PeerDisconnectedError(f"no endpoint {name!r} in this process")
-            return self._members[name]
+            return self.members[name]
 
 
 @dataclass(slots=True, eq=False)

@@ -65,6 +65,9 @@ class TextNotifications:
     """Makes pieces of the notifications that one endpoint sends, and notifications of the pieces that it gets.
 
     Every method may be called from any thread.
+
+    Attributes:
+        senders: what has come of notifications that are not whole, by sender.
     """
 
     def __init__(self, *, longest: int, most_incomplete_bytes: int = 16 << 20) -> None:
@@ -84,7 +87,7 @@ class TextNotifications:
         self._serials = itertools.count(secrets.randbits(4 * _SERIAL_DIGITS))
         # Guards the table and the count.
         self._lock = threading.Lock()
-        self._senders: dict[str, _Sender] = {}
+        self.senders: dict[str, _Sender] = {}
 
     def pieces(self, notification: bytes) -> list[str]:
         """Returns the texts to send, each of at most `longest` characters.
@@ -124,9 +127,9 @@ class TextNotifications:
         except ValueError as error:
             raise MessageError(f"a piece of a notification is no base64: {error}") from error
         with self._lock:
-            whole = self._put(self._senders.setdefault(sender, _Sender()), sender, serial, place, num_pieces, data)
-            if not self._senders[sender].begun:
-                del self._senders[sender]
+            whole = self._put(self.senders.setdefault(sender, _Sender()), sender, serial, place, num_pieces, data)
+            if not self.senders[sender].begun:
+                del self.senders[sender]
         return whole
 
     def _put(
@@ -148,10 +151,10 @@ class TextNotifications:
     def forget(self, sender: str) -> None:
         """Forgets what a sender has left incomplete, since it will not go on."""
         with self._lock:
-            self._senders.pop(sender, None)
+            self.senders.pop(sender, None)
 
     @property
     def num_incomplete(self) -> int:
         """How many notifications have begun to arrive."""
         with self._lock:
-            return sum(len(sender.begun) for sender in self._senders.values())
+            return sum(len(sender.begun) for sender in self.senders.values())

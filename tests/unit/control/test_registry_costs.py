@@ -34,8 +34,8 @@ class Watched(RegistryClient):
         super().__init__(url, PATIENCE_S)
         self.answers: list[Answer] = []
 
-    def _exchange(self, method: str, path: str, **arguments: Any) -> Answer:
-        self.answers.append(super()._exchange(method, path, **arguments))
+    def exchange(self, method: str, path: str, **arguments: Any) -> Answer:
+        self.answers.append(super().exchange(method, path, **arguments))
         return self.answers[-1]
 
 

@@ -703,7 +703,7 @@ def test_a_forked_child_is_told_that_an_endpoint_is_its_parents(pair: Callable[.
 def test_a_child_that_is_forked_under_an_endpoints_lock_does_not_wait_for_it(pair: Callable[..., Requests]):
     requests = pair()
     prefill, decode = requests.prefill.endpoints[0], requests.decode.endpoints[0]
-    with probe(prefill).rooms._lock, probe(decode).rooms._lock, probe(decode).closers, probe(prefill).closers:
+    with probe(prefill).rooms_lock, probe(decode).rooms_lock, probe(decode).closers, probe(prefill).closers:
         for call in (lambda: prefill.open(2), lambda: decode.open(2, [0]), prefill.close, decode.close):
             assert in_child(call).startswith(("UsageError", "None"))
 
@@ -741,7 +741,7 @@ def test_a_port_that_is_taken_is_named_with_its_variable(taken_port: int, which:
         assert "hoose another" in str(caught.value)
         assert is_closed(transport)
     assert psutil.Process().num_fds() <= files + 1
-    assert network._members == {}
+    assert network.members == {}
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

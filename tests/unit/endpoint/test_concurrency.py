@@ -27,6 +27,7 @@ from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
+from kvferry.plan.requests.chunks import Chunk, ChunkSequence, HandedIn
 from kvferry.protocol.transfer.room_table import REMEMBERED
 from kvferry.testing import KnownContents
 from kvferry.testing.probe import probe
@@ -114,21 +115,22 @@ def test_callers_on_several_threads(pair: Callable[..., Requests]):
     assert not any(thread.is_alive() for thread in threads)
 
 
-def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests]):
+def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
     """Which of them is first is theirs to say; but no page is sent twice or to the wrong place."""
     requests = pair(SMALL, Shape(pages=512), Shape(pages=512))
     endpoint, destination = requests.prefill.endpoints[0], requests.decode.endpoints[0]
+    order: list[Chunk] = []
+    hand_in = ChunkSequence.hand_in
+
+    def recording(chunks: ChunkSequence, pages: Any, **arguments: Any) -> HandedIn:
+        handed_in = hand_in(chunks, pages, **arguments)
+        order.append(handed_in.chunk())
+        return handed_in
+
+    monkeypatch.setattr(ChunkSequence, "hand_in", recording)
     for room in range(5):
         sender = endpoint.open(room)
-        order: list[Any] = []
-        hand_in = sender._chunks.hand_in
-
-        def recording(pages: Any, hand_in: Any = hand_in, order: list[Any] = order, **arguments: Any) -> Any:
-            handed_in = hand_in(pages, **arguments)
-            order.append(handed_in.chunk())
-            return handed_in
-
-        sender._chunks.hand_in = recording  # type: ignore[method-assign]
+        order.clear()
         pages = np.arange(400).reshape(8, 50)
 
         def submit(own: Any, sender: Sender = sender) -> None:

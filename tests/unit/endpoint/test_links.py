@@ -41,7 +41,7 @@ from kvferry.errors import (
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
 from kvferry.testing.probe import probe
-from kvferry.transport.registered import RegisteredMemory
+from kvferry.transport import PeerMetadata
 
 
 def waited(event: threading.Event, seconds: float) -> None:
@@ -318,9 +318,11 @@ def test_a_peer_whose_layout_holds_other_tokens_than_its_place_is_refused(pair: 
         requests.connect()
 
 
-def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests]):
+def test_memory_that_was_never_registered_is_refused(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
     requests = pair()
-    requests.decode.transports[0]._memory = RegisteredMemory("nobody")
+    transport = requests.decode.transports[0]
+    without = msgspec.structs.replace(PeerMetadata.decode(transport.metadata()), regions=())
+    monkeypatch.setattr(transport, "metadata", without.encode)
     with pytest.raises(Exception, match="outside the memory") as caught:
         requests.connect()
     assert type(caught.value).__name__ == "RegistrationError"

@@ -130,7 +130,7 @@ def test_one_more_region_and_one_more_range_take_as_many_steps_beside_ten_thousa
             steps_of(partial(ours.register, [more], HOST)),
             steps_of(partial(ours.write, between, "theirs", 4096 * 3, b"")),
         )
-        assert len(ours._memory) == count + 1
+        assert len(PeerMetadata.decode(ours.metadata()).regions) == count + 1
     assert taken[10] == taken[10_000]
 
 

@@ -10,10 +10,12 @@ import pytest
 
 from kvferry.transport.nixl import bindings
 
+CUDA_13, CUDA_12, WHICHEVER = bindings.BINDINGS
+
 
 @pytest.mark.parametrize(
     ("cuda", "first"),
-    [("12.8", "nixl_cu12._bindings"), ("13.0", "nixl_cu13._bindings"), (None, "nixl_cu13._bindings")],
+    [("12.8", CUDA_12), ("13.0", CUDA_13), (None, CUDA_13)],
 )
 def test_the_one_for_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch, cuda: str | None, first: str):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(version=SimpleNamespace(cuda=cuda)))
@@ -39,11 +41,11 @@ def test_torch_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("loaded", "cuda", "is_other"),
     [
-        ("nixl_cu13._bindings", "12.8", True),
-        ("nixl_cu12._bindings", "13.0", True),
-        ("nixl_cu13._bindings", "13.0", False),
-        ("nixl._bindings", "12.8", False),
-        ("nixl_cu13._bindings", None, False),
+        (CUDA_13, "12.8", True),
+        (CUDA_12, "13.0", True),
+        (CUDA_13, "13.0", False),
+        (WHICHEVER, "12.8", False),
+        (CUDA_13, None, False),
     ],
 )
 def test_a_wheel_for_another_cuda_than_torchs_is_said(

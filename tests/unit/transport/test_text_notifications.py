@@ -20,11 +20,6 @@ def texts(**options: int) -> TextNotifications:
     return TextNotifications(**{"longest": 64, **options})
 
 
-def incomplete_of(there: TextNotifications) -> dict[str, module._Sender]:
-    """By sender what has come of notifications that are not whole."""
-    return there._senders
-
-
 @given(st.binary(max_size=700), st.integers(module.SHORTEST_PIECE, 200))
 def test_any_bytes_become_short_plain_texts_and_come_back(notification: bytes, longest: int):
     here, there = texts(longest=longest), texts(longest=longest)
@@ -94,7 +89,7 @@ def test_what_is_no_piece_is_refused_and_leaves_nothing(text: str):
     there = texts()
     with pytest.raises(MessageError):
         there.add("stranger", text)
-    assert incomplete_of(there) == {}
+    assert there.senders == {}
 
 
 def test_what_is_never_completed_is_bounded_and_costs_nobody_else(caplog: pytest.LogCaptureFixture):
@@ -109,8 +104,8 @@ def test_what_is_never_completed_is_bounded_and_costs_nobody_else(caplog: pytest
             there.add("bad", bad.pieces(bytes(100))[0])
     kept = there.num_incomplete
     assert 10 < kept < 100
-    assert incomplete_of(there)["bad"].cost <= 10_000
-    assert incomplete_of(there)["bad"].cost == sum(each.cost for each in incomplete_of(there)["bad"].begun.values())
+    assert there.senders["bad"].cost <= 10_000
+    assert there.senders["bad"].cost == sum(each.cost for each in there.senders["bad"].begun.values())
     assert "bad left a notification of" in caplog.text
     assert [there.add("bad", piece) for piece in oldest[1:]] == [None] * (len(oldest) - 1), "it was the oldest"
     assert there.add("good", last) == bytes(100)
@@ -123,12 +118,12 @@ def test_a_piece_that_comes_again_and_again_takes_no_more_memory():
     *begun, last = here.pieces(bytes(60))
     for piece in begun:
         assert there.add("here", piece) is None
-    cost = incomplete_of(there)["here"].cost
+    cost = there.senders["here"].cost
     for piece in begun:
         assert there.add("here", piece) is None
-    assert incomplete_of(there)["here"].cost == cost
+    assert there.senders["here"].cost == cost
     assert there.add("here", last) == bytes(60)
-    assert incomplete_of(there) == {}
+    assert there.senders == {}
 
 
 def test_a_notification_that_alone_is_too_large_is_lost_and_not_kept():
