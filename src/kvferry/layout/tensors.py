@@ -114,22 +114,28 @@ def shard_from_tensors(
     expected = {name: len(interval) for name, interval in zip(names[1:], box[1:], strict=True)}
     for index, each in enumerate(geometries):
         _check_tensor(component, each, first, dims, expected, where=f"{names[0]} {box[0].start + index}")
-    sizes, strides = dict(zip(dims, first.shape, strict=True)), dict(zip(dims, first.strides, strict=True))
-    pages = _PAGED_DIMS[component.entry][0]
+    strides = dict(zip(dims, first.strides, strict=True))
     return Shard(
         component=component,
         box=box,
         addresses=tuple(each.address for each in geometries),
         strides=tuple(strides[name] for name in names[1:]),
-        paging=Paging(
-            page_tokens=sizes.get("token", 1) if page_tokens is None else page_tokens,
-            num_pages=sizes[pages],
-            page_stride=strides[pages],
-            token_stride=strides.get("token", 0),
-        ),
+        paging=_paging(component, dict(zip(dims, first.shape, strict=True)), strides, page_tokens),
         device=first.device,
         group=group or default_group(component),
         has_every_token=has_every_token,
+    )
+
+
+def _paging(
+    component: Component, sizes: Mapping[str, int], strides: Mapping[str, int], page_tokens: int | None
+) -> Paging:
+    pages = _PAGED_DIMS[component.entry][0]
+    return Paging(
+        page_tokens=sizes.get("token", 1) if page_tokens is None else page_tokens,
+        num_pages=sizes[pages],
+        page_stride=strides[pages],
+        token_stride=strides.get("token", 0),
     )
 
 

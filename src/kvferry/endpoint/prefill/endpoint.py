@@ -16,7 +16,6 @@ from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.loggers import logger_of
 from kvferry.observe.status import EndpointStatus, Side
-from kvferry.protocol.wire.registrations import check_instance
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
@@ -37,6 +36,8 @@ class PrefillEndpoint(Endpoint):
 
     _side = Side.PREFILL
     _driver: PrefillDriver
+    control_address: str
+    registry_url: str
 
     def __init__(
         self,
@@ -80,17 +81,13 @@ class PrefillEndpoint(Endpoint):
             SettingsError: if a setting is impossible, no engine or instance can have that name, or a port is taken.
             TransportError: if the transport is missing or the memory cannot be registered.
         """
-        if instance is not None:
-            check_instance(instance)
         super().__init__(layout, engine, coordinates, settings, transport, fingerprint, platform)
         self.instance = instance
-        if host_registry is None:
-            host_registry = self.engine_rank == 0 and self.settings.registry_url is None
+        hosts = self.engine_rank == 0 and self.settings.registry_url is None if host_registry is None else host_registry
         with ExitStack() as undo:
             undo.callback(self.transport.close)
-            self._registration = Registration(self.settings, self._platform, hosts_registry=host_registry)
+            self._registration = Registration(self.settings, self._platform, instance, hosts_registry=hosts)
             undo.callback(self._registration.close)
-            self.registry_url = self._registration.registry_url
             self._driver = PrefillDriver(
                 self._identity,
                 self.transport,
@@ -100,9 +97,17 @@ class PrefillEndpoint(Endpoint):
                 registration=self._registration,
             )
             undo.pop_all()
+        self._start(announces=announces)
+
+    def _start(self, *, announces: bool) -> None:
+        """Lets others see it, and find it; closes it where that fails."""
+        self.registry_url = self._registration.registry_url
+        self.control_address = self._driver.channel.address
+        with ExitStack() as undo:
             undo.callback(self.close)
-            self.control_address = self._driver.channel.address
-            log.info("prefill rank %d of %r: decode ranks are told %s", self.engine_rank, engine, self.control_address)
+            log.info(
+                "prefill rank %d of %r: decode ranks are told %s", self.engine_rank, self.engine, self.control_address
+            )
             self._telemetry.start()
             if announces:
                 self.announce()  # last: whoever finds it is served
@@ -110,9 +115,7 @@ class PrefillEndpoint(Endpoint):
 
     def announce(self) -> None:
         """Lets decode ranks find this rank, unless they can already. Returns at once."""
-        self._registration.announce(
-            self._identity, self.control_address, self._drain_by_order, instance=self.instance or ""
-        )
+        self._registration.announce(self._identity, self.control_address, self._drain_by_order)
 
     def wait_registered(self, timeout_s: float) -> bool:
         """Waits until this rank is registered; False if it is not after timeout_s. See `registry_error`."""

@@ -11,7 +11,7 @@ from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import RankReplacedError
 from kvferry.loggers import logger_of
 from kvferry.protocol.wire.field_types import Identity
-from kvferry.protocol.wire.registrations import RankRegistration
+from kvferry.protocol.wire.registrations import RankRegistration, check_instance
 from kvferry.settings import Settings
 
 log = logger_of(__name__)
@@ -29,13 +29,19 @@ class Registration:
         client: of the registry.
     """
 
-    def __init__(self, settings: Settings, platform: Platform, *, hosts_registry: bool) -> None:
+    def __init__(self, settings: Settings, platform: Platform, instance: str | None, *, hosts_registry: bool) -> None:
         """Starts the registry if it is hosted here. Nothing is registered yet.
 
+        Args:
+            instance: this start of the engine; None if it has no name.
+
         Raises:
-            SettingsError: if the registry's port is taken, or a setting is impossible.
+            SettingsError: if the registry's port is taken, or a setting or that name is impossible.
         """
+        if instance is not None:
+            check_instance(instance)
         self._platform = platform
+        self._instance = instance or ""
         self._server = platform.serve_registry(settings) if hosts_registry else None
         self._lease: LeaseKeeper | None = None
         self.rank: RankRegistration | None = None  # what is registered
@@ -48,16 +54,13 @@ class Registration:
                 self._server.close()
             raise
 
-    def announce(
-        self, identity: Identity, control_address: str, on_drain: Callable[[], None], *, instance: str = ""
-    ) -> None:
+    def announce(self, identity: Identity, control_address: str, on_drain: Callable[[], None]) -> None:
         """Registers the rank, as soon as the registry can be reached, and keeps it registered. For the first call.
 
         Args:
             identity: who it is.
             control_address: where decode ranks reach it.
             on_drain: called when an operator has told it to drain.
-            instance: this start of the engine; empty if it has no name.
         """
         if self._lease is not None:
             return
@@ -69,7 +72,7 @@ class Registration:
             layout_digest=identity.layout.digest,
             protocol_version=identity.versions.oldest,
             newest_protocol_version=identity.versions.newest,
-            instance=instance,
+            instance=self._instance,
         )
 
         def report(error: Exception) -> None:

@@ -191,11 +191,8 @@ def describe(
     shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
     shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
-    pages: dict[str, list[LayerPages]] = {}
-    for form, members in alike.items():
-        for layer in members:
-            pages.setdefault(layer.group.name, []).append(_pages(components[form], layer))
-    return DescribedCaches(RankLayout(shards=tuple(shards), tokens=tokens), per_block, has_chunks, pages)
+    layout = RankLayout(shards=tuple(shards), tokens=tokens)
+    return DescribedCaches(layout, per_block, has_chunks, _pages_by_group(alike, components))
 
 
 def numbers_in_turn(caches: Iterable[str], model: ModelShape) -> dict[str, int]:
@@ -352,6 +349,16 @@ def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
             run = []
         run.append(high)
     yield run
+
+
+def _pages_by_group(
+    alike: Mapping[ComponentForm, Sequence[_Layer]], components: Mapping[ComponentForm, Component]
+) -> dict[str, list[LayerPages]]:
+    pages: dict[str, list[LayerPages]] = {}
+    for form, members in alike.items():
+        for layer in members:
+            pages.setdefault(layer.group.name, []).append(_pages(components[form], layer))
+    return pages
 
 
 def _pages(component: Component, layer: _Layer) -> LayerPages:

@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -66,9 +67,22 @@ from kvferry.transport.registered import RegisteredMemory, check_regions
 log = logger_of(__name__)
 
 _FLUSH_AGAIN_S = 1.0
+"""How long after a flush that could not be posted the next one is tried. Each is logged."""
+
 _PROGRESS_DELAY_US = 50_000
 """The longest that NIXL's progress thread sleeps."""
-"""How long after a flush that could not be posted the next one is tried. Each is logged."""
+
+
+def _agent_config(nixl: ModuleType, *, only_writes: bool) -> Any:
+    """Returns how an agent is to work."""
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = not only_writes
+    config.useListenThread = False
+    config.pthrDelay = _PROGRESS_DELAY_US
+    # Reader-writer: workers post side by side, only connecting and registering exclude each other.
+    config.syncMode = nixl.NIXL_THREAD_SYNC_RW
+    config.captureTelemetry = True
+    return config
 
 
 class NixlTransport(Transport):
@@ -150,29 +164,19 @@ class NixlTransport(Transport):
         self._nixl = load_bindings()
         self._translated = partial(translated, self._nixl)
         self._in_progress, self._success = self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS
-        config = self._nixl.nixlAgentConfig()
-        config.useProgThread = not only_writes
         # Guards progress: one at a time, and the others sleep instead of spinning on UCX's own lock.
         self._progress = threading.Lock()
-        config.useListenThread = False
-        config.pthrDelay = _PROGRESS_DELAY_US
-        # Reader-writer: workers post side by side, only connecting and registering exclude each other.
-        config.syncMode = self._nixl.NIXL_THREAD_SYNC_RW
-        config.captureTelemetry = True
         if problem := lack(START + SHARE * threads):
             raise TransportError(f"creating NIXL backend {backend!r}: {problem}")  # UCX would end the process
-        self._agent: Any = self._nixl.nixlAgent(endpoint_name, config)
+        self._agent: Any = self._nixl.nixlAgent(endpoint_name, _agent_config(self._nixl, only_writes=only_writes))
         available = self._agent.getAvailPlugins()
         if backend not in available:
             raise TransportUnavailableError(f"NIXL has no backend {backend!r} here (KVFERRY_NIXL_BACKEND): {available}")
         parameters = dict(backend_parameters or {})
         if threads > 1:
             parameters["num_workers"] = str(threads)  # UCX's, each with a connection to every peer
-        if hands_lists:
-            check_scatter_gather(backend, plugin_file(self._nixl, environment()))
         listened = listening_sockets()
-        with self._translated(f"creating NIXL backend {backend!r} with {parameters}"), told(hands_lists=hands_lists):
-            self._backend: int = self._agent.createBackend(backend, parameters)
+        self._backend = self._create_backend(backend, parameters, hands_lists=hands_lists)
         opened = listening_sockets() - listened if backend == "UCX" else ()
         self._ports = CrowdedPorts(opened) if opened else None
         # Each of one thread, since NIXL ties a thread to one of UCX's workers.
@@ -185,6 +189,13 @@ class NixlTransport(Transport):
         self._lock = threading.Lock()
         self._peers: dict[str, RegisteredMemory] = {}
         self._lists: dict[str | None, set[PreparedList]] = {}
+
+    def _create_backend(self, backend: str, parameters: Mapping[str, str], *, hands_lists: bool) -> int:
+        if hands_lists:
+            check_scatter_gather(backend, plugin_file(self._nixl, environment()))
+        with self._translated(f"creating NIXL backend {backend!r} with {parameters}"), told(hands_lists=hands_lists):
+            created: int = self._agent.createBackend(backend, parameters)
+        return created
 
     def _memory_type(self, device: Device) -> Any:
         return getattr(self._nixl, f"{device.kind.value}_SEG")
