@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
@@ -148,10 +148,8 @@ class Metrics(Observer):
 
         transfers = counter("transfers", "Transfers that have ended.", ("outcome", "path"))
         self._transfers = {(outcome, way): transfers.labels(outcome.value, way) for outcome in Outcome for way in WAYS}
-        self._transfer_seconds = Distribution(SECONDS)
-        self._phases = {phase: Distribution(SECONDS) for phase in PHASES}
-        self._submit_seconds = Distribution(SUBMIT_SECONDS)
-        registry.register(_Times(self._transfer_seconds, self._phases, self._submit_seconds))
+        self._times = _Times()
+        registry.register(self._times)
 
         def by_path(name: str, meaning: str) -> dict[TransferPath, Counter]:
             found = counter(name, meaning, ("path",))
@@ -199,7 +197,7 @@ class Metrics(Observer):
 
     def _count_submits(self, seconds: Sequence[float]) -> None:
         for each in seconds:
-            self._submit_seconds.add(each)
+            self._times.submits.add(each)
 
     def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
         self.uncounted.append((self._count_writes, writes))
@@ -212,7 +210,7 @@ class Metrics(Observer):
             self._sent_bytes[path].inc(sum(write.total_bytes for write in its))
             self._runs[path].inc(sum(write.runs for write in its))
             self._descriptors[path].inc(sum(write.descriptors for write in its))
-        phases, busy_s = self._phases, 0.0
+        phases, busy_s = self._times.phases, 0.0
         for write in writes:
             phases["queue"].add(max(0.0, write.posted_at - write.submitted_at))
             for part in write.parts:
@@ -243,14 +241,14 @@ class Metrics(Observer):
 
     def _count_placed(self, parts: Sequence[PlacedRecord]) -> None:
         for placed in parts:
-            self._phases["arrival"].add(placed.begun_at - placed.arrived_at)
-            self._phases["scatter"].add(placed.done_at - placed.begun_at)
+            self._times.phases["arrival"].add(placed.begun_at - placed.arrived_at)
+            self._times.phases["scatter"].add(placed.done_at - placed.begun_at)
             self._placed_bytes.inc(placed.num_bytes)
 
     def _ended(self, way: str, opened_at: float, ended_at: float | None, error: Exception | None) -> None:
         self.uncounted.append((Counter.inc, self._transfers[outcome_of(error), way]))
         if error is None and ended_at is not None:
-            self.uncounted.append((self._transfer_seconds.add, ended_at - opened_at))
+            self.uncounted.append((self._times.transfers.add, ended_at - opened_at))
         self._count_batch()
 
     def refused(self, error: Exception) -> None:
@@ -268,25 +266,25 @@ class Metrics(Observer):
 class _Times(Collector):
     """The histograms."""
 
-    def __init__(self, transfers: Distribution, phases: Mapping[str, Distribution], submits: Distribution) -> None:
-        self._transfers = transfers
-        self._phases = phases
-        self._submits = submits
+    def __init__(self) -> None:
+        self.transfers = Distribution(SECONDS)
+        self.phases = {phase: Distribution(SECONDS) for phase in PHASES}
+        self.submits = Distribution(SUBMIT_SECONDS)
 
     def collect(self) -> Iterable[Metric]:
         transfers = HistogramMetricFamily(
             "kvferry_transfer_seconds", "From the opening of a room to its end, of transfers that succeeded."
         )
-        transfers.add_metric([], self._transfers.buckets(), self._transfers.sum)
+        transfers.add_metric([], self.transfers.buckets(), self.transfers.sum)
         yield transfers
         phases = HistogramMetricFamily(
             "kvferry_phase_seconds", "What the time of transfers went into.", labels=["phase"]
         )
-        for phase, found in self._phases.items():
+        for phase, found in self.phases.items():
             phases.add_metric([phase], found.buckets(), found.sum)
         yield phases
         submits = HistogramMetricFamily("kvferry_submit_seconds", "How long a caller was busy with handing a chunk in.")
-        submits.add_metric([], self._submits.buckets(), self._submits.sum)
+        submits.add_metric([], self.submits.buckets(), self.submits.sum)
         yield submits
 
 

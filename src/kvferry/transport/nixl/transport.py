@@ -25,6 +25,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -95,6 +96,13 @@ class NixlTransport(Transport):
     """
 
     name = "nixl"
+    promises = Promises(
+        can_abort=False,
+        fenced_by_deregistration=False,
+        fenced_by_death=True,
+        keeps_order=False,
+        posts_all_or_nothing=True,
+    )
     diagnosis = NixlDiagnosis()
 
     @classmethod
@@ -154,13 +162,7 @@ class NixlTransport(Transport):
             TransportUnavailableError: if NIXL or the backend is missing, or lists are asked for that it does not know.
         """
         self.endpoint_name = endpoint_name
-        self.promises = Promises(
-            can_abort=False,
-            fenced_by_deregistration=False,
-            fenced_by_death=backend == "UCX",
-            keeps_order=False,
-            posts_all_or_nothing=True,
-        )
+        self.promises = replace(self.promises, fenced_by_death=backend == "UCX")
         self._nixl = load_bindings()
         self._translated = partial(translated, self._nixl)
         self._in_progress, self._success = self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS
