@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvferry import (
     DecodeEndpoint,
@@ -40,6 +40,12 @@ Result = TypeVar("Result")
 _NEEDED = (
     "vLLM needs its blocks for other requests, and no decode rank has opened it within KVFERRY_BOOTSTRAP_TIMEOUT_S: "
     "give prefill servers more memory for the queue of decode servers, or take fewer requests at once"
+)
+
+
+_ONE_RANGE = (
+    "KVFERRY_LAYER_RANGES is %d, but all layers leave when their step is over: in which order the model computes them "
+    "cannot be told from their names, or there is but one"
 )
 
 
@@ -133,40 +139,31 @@ class WorkerSide:
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
-            log.warning(
-                "KVFERRY_LAYER_RANGES is %d, but all layers leave when their step is over: in which order the model "
-                "computes them cannot be told from their names, or there is but one",
-                settings.layer_ranges,
-            )
+            log.warning(_ONE_RANGE, settings.layer_ranges)
         self._step = _Progress()
-        layout = described.layout
-        # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any other
-        # thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
-        captures_graphs = layout.device.kind is MemoryKind.VRAM
-
-        def start() -> None:
-            bind_thread(layout.device)
-            if sends:
-                self.prefill = PrefillEndpoint(
-                    layout,
-                    engine=engine,
-                    coordinates=coordinates,
-                    settings=settings,
-                    fingerprint=fingerprint,
-                    announces=not captures_graphs,
-                    instance=instance,
-                )
-                self.outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
-            if receives:
-                self.decode = DecodeEndpoint(
-                    layout, engine=engine, coordinates=coordinates, settings=settings, fingerprint=fingerprint
-                )
-
+        prefill = partial(PrefillEndpoint, instance=instance) if sends else None
+        given = {"engine": engine, "coordinates": coordinates, "settings": settings, "fingerprint": fingerprint}
         try:
-            on_all_processors(start)
+            on_all_processors(partial(self._start, prefill, DecodeEndpoint if receives else None, given))
         except BaseException:
             self.close()
             raise
+
+    def _start(
+        self,
+        prefill: Callable[..., PrefillEndpoint] | None,
+        decode: Callable[..., DecodeEndpoint] | None,
+        given: Mapping[str, Any],
+    ) -> None:
+        layout = self._described.layout
+        bind_thread(layout.device)
+        if prefill is not None:
+            # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any
+            # other thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
+            self.prefill = prefill(layout, announces=layout.device.kind is not MemoryKind.VRAM, **given)
+            self.outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
+        if decode is not None:
+            self.decode = decode(layout, **given)
 
     def close(self) -> None:
         """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
