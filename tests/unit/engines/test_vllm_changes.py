@@ -44,14 +44,20 @@ class Executor:
 def core_class() -> Any:
     """As much of vLLM's as is watched."""
 
+    class OfThisCore(Executor):
+        def init_kv_output_aggregator(self, connector: Any) -> None:
+            self.aggregates_of = connector
+
     class Core:
-        def __init__(self, connector: Any) -> None:
-            self.model_executor = Executor()
+        def __init__(self, connector: Any, sums: dict[str, int] | Exception) -> None:
+            self.model_executor = OfThisCore()
             self.loras: list[Any] = []
             self.done: list[str] = []
             self.scheduler = SimpleNamespace(
                 get_kv_connector=lambda: connector, finished_recving_kv_req_ids={"waiting", "of another adapter"}
             )
+            self.model_executor.sums = sums
+            self.model_executor.init_kv_output_aggregator(connector)
 
         def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
             for name, value in (kwargs or {}).items():
@@ -78,8 +84,8 @@ def core_class() -> Any:
         def release_kv_cache_memory(self) -> None:
             self.done.append("released")
 
-    watch(Core)
-    watch(Core)
+    for _ in range(2):
+        watch(Core, OfThisCore)
     return Core
 
 
@@ -95,13 +101,18 @@ class Request:
 @pytest.fixture
 def given() -> Any:
     """A core with a connector of ours beside another, and two requests of which one has blocks."""
+    return started({"w": 1})
+
+
+def started(sums: dict[str, int] | Exception) -> Any:
+    """Makes it, with workers whose weights are these."""
     side, conditions = Side(), Conditions()
     evicted: list[set[int]] = []
     changes = Changes(side, conditions)  # type: ignore[arg-type]
     pool = SimpleNamespace(num_gpu_blocks=3, evict_blocks=evicted.append)
     block: Any = object()
     changes.bind(lambda name: [[block] if name == "running" else []], pool)
-    core = core_class()(SimpleNamespace(_connectors=[object(), SimpleNamespace(changes=changes)]))
+    core = core_class()(SimpleNamespace(_connectors=[object(), SimpleNamespace(changes=changes)]), sums)
     requests = {name: Request(name, lora) for name, lora in (("running", "a"), ("waiting", ""))}
     for request in requests.values():
         changes.came_in(request)
@@ -173,6 +184,29 @@ def test_weights_that_cannot_be_looked_at_are_like_no_others_until_they_are_name
     assert given.weights.text == "named step-1"
 
 
+def test_weights_that_a_trainer_changed_unasked_are_found_when_they_are_named(given: Any):
+    """It may load into the model in the worker's own process: nobody is asked before, and the start counts."""
+    given.core.model_executor.sums = {"w": 2}
+    given.core.set_weight_version("step-1")
+    assert given.evicted == [{0, 1, 2}]
+    ((names, reason),) = given.side.outdated
+    assert sorted(names) == ["running", "waiting"]
+    assert "weights were replaced" in reason
+    assert given.weights.text == "named step-1"
+
+
+def test_a_name_alone_ends_nothing(given: Any):
+    given.core.set_weight_version("step-1")
+    assert given.side.outdated == given.evicted == []
+    assert given.weights.text == "named step-1"
+
+
+def test_weights_of_the_start_that_cannot_be_read_are_those_of_the_start(caplog: pytest.LogCaptureFixture):
+    given = started(ValueError("a type that nobody knows"))
+    assert "cannot be read: ValueError: a type that nobody knows" in caplog.text
+    assert given.weights.text == ""
+
+
 def test_an_adapter_that_is_loaded_in_place_ends_what_it_has_computed(given: Any, tmp_path: Any):
     def load(content: bytes) -> None:
         (tmp_path / "adapter_model.bin").write_bytes(content)
@@ -238,6 +272,6 @@ def test_weights_that_lost_their_memory_are_like_no_others_until_they_are_there_
 
 
 def test_a_core_without_a_connector_of_ours_is_left_alone():
-    core = core_class()(None)
+    core = core_class()(None, {"w": 1})
     assert core.collective_rpc("reload_weights") == [None]
     assert core.model_executor.asked == ["reload_weights"]

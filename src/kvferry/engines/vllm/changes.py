@@ -79,6 +79,17 @@ class Changes:
         """Ends what is on its way, as vLLM asks where it resets caches."""
         self._side.outdate(self._all(), "the engine's caches were reset")
 
+    def started(self, look: Callable[[], str]) -> None:
+        """Looks at the weights of the start: whatever is found later is compared with them.
+
+        Args:
+            look: returns what the weights are.
+        """
+        try:
+            self._conditions.weights.found(look())
+        except Exception as error:  # an executor's or a model's: nothing has changed yet, and exchange goes on
+            log.warning("what the weights are cannot be read: %s: %s", type(error).__name__, error)
+
     def asked(self, method: object, ask: Callable[[], Any], look: Callable[[], str]) -> Any:
         """Has the workers asked for something, and looks whether it has changed the weights.
 
@@ -124,8 +135,14 @@ class Changes:
         if self._look(look):
             self._weights_replaced()
 
-    def named(self, version: str) -> None:
-        """Takes the name that vLLM was given for the weights."""
+    def named(self, version: str, look: Callable[[], str]) -> None:
+        """Takes the name that vLLM was given for the weights, which nobody may have told of before.
+
+        Args:
+            version: the name.
+            look: returns what the weights are.
+        """
+        self.awake(look)
         self._conditions.weights.named(version)
 
     def _look(self, look: Callable[[], str]) -> bool:
@@ -174,12 +191,14 @@ def _share_nothing(request: Any) -> None:
     request.update_block_hashes()
 
 
-def watch(core: Any) -> None:
+def watch(core: Any, executor: Any) -> None:
     """Has connectors of ours told what vLLM's core is asked.
 
     Args:
         core: its class.
+        executor: the class of what asks the workers.
     """
+    _after(executor, "init_kv_output_aggregator", _started)
     _around(core, "collective_rpc", _collective_rpc)
     _around(core, "set_weight_version", _set_weight_version)
     _around(core, "add_lora", _add_lora)
@@ -187,6 +206,24 @@ def watch(core: Any) -> None:
     _around(core, "sleep", _sleep)
     _around(core, "wake_up", _wake_up)
     _around(core, "release_kv_cache_memory", _release)
+
+
+def _after(executor: Any, name: str, ours: Callable[[Changes, Any], None]) -> None:
+    """Calls ours after what vLLM tells its executor about a connector, as soon as both are there."""
+    original = getattr(executor, name)
+    if getattr(original, "is_watched", False):
+        return
+
+    @functools.wraps(original)
+    def watched(executor: Any, connector: Any) -> Any:
+        result = original(executor, connector)
+        changes = _changes_of(connector)
+        if changes is not None:
+            ours(changes, executor)
+        return result
+
+    watched.is_watched = True  # type: ignore[attr-defined]
+    setattr(executor, name, watched)
 
 
 def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
@@ -216,19 +253,27 @@ def _changes_of(connector: Any) -> Changes | None:
 def _collective_rpc(
     changes: Changes, core: Any, original: Callable[..., Any], method: Any, *more: Any, **named: Any
 ) -> Any:
-    return changes.asked(method, lambda: original(method, *more, **named), functools.partial(_content, core))
+    return changes.asked(method, lambda: original(method, *more, **named), _look_at(core))
 
 
-def _content(core: Any) -> str:
+def _look_at(core: Any) -> Callable[[], str]:
+    return functools.partial(_content, core.model_executor)
+
+
+def _content(executor: Any) -> str:
     """Returns what the weights are."""
-    if "weights" in core.model_executor.sleeping_tags:
+    if "weights" in executor.sleeping_tags:
         raise UsageError("they are asleep, and have no memory")
-    return content_of(core.model_executor.collective_rpc(parameter_sums))
+    return content_of(executor.collective_rpc(parameter_sums))
 
 
-def _set_weight_version(changes: Changes, _: Any, original: Callable[..., Any], weight_version: str) -> None:
+def _started(changes: Changes, executor: Any) -> None:
+    changes.started(functools.partial(_content, executor))
+
+
+def _set_weight_version(changes: Changes, core: Any, original: Callable[..., Any], weight_version: str) -> None:
     original(weight_version)
-    changes.named(weight_version)
+    changes.named(weight_version, _look_at(core))
 
 
 def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_request: Any) -> Any:
@@ -247,17 +292,17 @@ def _remove_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_id
 
 def _sleep(changes: Changes, core: Any, original: Callable[..., Any], level: int = 1, *more: Any, **named: Any) -> Any:
     if level > 0:  # else vLLM schedules nothing, and keeps its memory
-        changes.falls_asleep(functools.partial(_content, core), with_weights=level > 1)
+        changes.falls_asleep(_look_at(core), with_weights=level > 1)
     return original(level, *more, **named)
 
 
 def _wake_up(changes: Changes, core: Any, original: Callable[..., Any], *more: Any, **named: Any) -> Any:
     result = original(*more, **named)
     if not core.model_executor.sleeping_tags:
-        changes.awake(functools.partial(_content, core))
+        changes.awake(_look_at(core))
     return result
 
 
 def _release(changes: Changes, core: Any, original: Callable[..., Any]) -> Any:
-    changes.falls_asleep(functools.partial(_content, core), with_weights=False)
+    changes.falls_asleep(_look_at(core), with_weights=False)
     return original()

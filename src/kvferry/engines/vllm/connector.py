@@ -123,6 +123,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             log.warning(notice)
         if is_scheduler:
             from vllm.v1.engine.core import EngineCore  # not in workers
+            from vllm.v1.executor.abstract import Executor
 
             conditions = Conditions(compares_content=compares_content(vllm_config, self._settings))
             self._scheduler = SchedulerSide(
@@ -137,7 +138,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 are_conditions_known=conditions.are_known,
             )
             self.changes = Changes(self._scheduler, conditions, follows_sleep=follows_sleep)
-            watch(EngineCore)
+            watch(EngineCore, Executor)
             watch_for_termination(self._scheduler.drain)
 
     def shutdown(self) -> None:

@@ -349,7 +349,8 @@ def _changes() -> Iterator[Line]:
         "remove_lora": "lora_id",
     }.items():
         yield Signature(f"{_CORE}.{name}", f"self, {parameters}", needed_for)
-    yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler"), needed_for)
+    yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler", "init_kv_output_aggregator"), needed_for)
+    yield Signature("vllm.v1.executor.abstract:Executor.init_kv_output_aggregator", "self, connector", needed_for)
     yield Mentions(
         "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update", ("collective_rpc", "finish_weight_update"), needed_for
     )

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from uuid import uuid4
 
+import numpy as np
 import torch
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -127,4 +128,7 @@ def _sum(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "__tensor_flatten__"):  # one that is made of several, such as numbers and their scales
         return torch.stack([_sum(getattr(tensor, each)) for each in tensor.__tensor_flatten__()[0]]).sum()
     dense = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).contiguous()
-    return dense.view(-1).view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    integers = dense.view(-1).view(_INTEGERS[tensor.element_size()])
+    if integers.device.type == "cpu":  # torch takes 15 times as long there
+        return torch.tensor(integers.numpy().sum(dtype=np.int64))
+    return integers.sum(dtype=torch.int64)
