@@ -56,10 +56,12 @@ def vllm_config(**changes: Any) -> Any:
         "hf_text_config": Config(**text | changes.pop("text", {})),
     }
     cache = {"cache_dtype": "auto", "kv_cache_dtype_skip_layers": [], "enable_prefix_caching": True}
+    parallel = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
     return SimpleNamespace(
         model_config=SimpleNamespace(**model | changes.pop("model", {})),
         cache_config=SimpleNamespace(**cache | changes.pop("cache", {})),
-        load_config=SimpleNamespace(load_format="auto", download_dir=None),
+        load_config=SimpleNamespace(load_format=changes.pop("load_format", "auto"), download_dir=None),
+        parallel_config=SimpleNamespace(**parallel | changes.pop("parallel", {})),
         speculative_config=changes.pop("speculative", None),
     )
 
@@ -217,6 +219,28 @@ def test_weights_that_are_here_are_called_by_what_they_are(tmp_path: Path, caplo
     assert ours == theirs
     assert fields(model={"model": str(tmp_path / "c")})["weights"] == str(tmp_path / "c")
     assert "is identified by its name alone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_alike"),
+    [
+        ({}, True),
+        ({"parallel": {"data_parallel_size": 2}}, True),
+        ({"text": {"_name_or_path": "/b"}}, True),
+        ({"parallel": {"tensor_parallel_size": 2}}, False),
+        ({"parallel": {"enable_expert_parallel": True}}, False),
+        ({"model": {"model": "/neither/here"}}, False),
+        ({"model": {"revision": "main"}}, False),
+        ({"model": {"dtype": torch.float16}}, False),
+        ({"text": {"intermediate_size": 7}}, False),
+        ({"platform": Platform("cpu")}, False),
+    ],
+    ids=lambda value: None if isinstance(value, bool) else "-".join(value) or "same",
+)
+def test_dummy_weights_are_those_of_their_ranks_tensors(changes: Any, is_alike: bool):
+    """vLLM draws each tensor of a rank anew, from one seed."""
+    ours, theirs = fields(load_format="dummy"), fields(load_format="dummy", **changes)
+    assert (ours["weights"] == theirs["weights"]) is is_alike
 
 
 def test_a_draft_model_counts_where_both_have_one():

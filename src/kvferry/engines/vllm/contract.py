@@ -388,6 +388,11 @@ def _identity() -> Iterator[Line]:
         ),
         "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
         "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
+        "vllm.config.parallel:ParallelConfig": (
+            "tensor_parallel_size",
+            "data_parallel_size",
+            "enable_expert_parallel",
+        ),
         "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
         "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
         "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),

@@ -91,10 +91,9 @@ def cache_identity(
     layers = list(layers)
     model = vllm_config.model_config
     config = _as_dict(model.hf_text_config)
-    load = vllm_config.load_config
     return CacheIdentity(
         engine=f"vllm {version}",
-        weights=_weights(model, load),
+        weights=_weights(vllm_config, model, platform),
         architecture=str(model.architecture),
         cache_dtype=cache_dtype(vllm_config.cache_config, str(model.dtype), fp8_dtype),
         scales=scales(vllm_config.cache_config.cache_dtype),
@@ -106,7 +105,7 @@ def cache_identity(
             | {"is_off": bool(model.disable_sliding_window)}
         ),
         quantization=str(model.quantization or NONE),
-        speculative_model=_speculative_model(vllm_config, _orders(draft_layers, packing, platform)),
+        speculative_model=_speculative_model(vllm_config, _orders(draft_layers, packing, platform), platform),
         multimodal_inputs=multimodal_inputs(vllm_config),
     )
 
@@ -236,23 +235,29 @@ class Conditions:
         )
 
 
-def _weights(model: Any, load: Any) -> str:
-    if load.load_format == "dummy":
-        return "dummy"
+def _weights(vllm_config: Any, model: Any, platform: Platform) -> str:
+    load = vllm_config.load_config
     name = model.model_weights or model.model
     revision = f", revision {model.revision}" if model.revision else ""
+    if load.load_format == "dummy":  # what a rank draws follows from the shapes of its own tensors, and from its device
+        parallel = vllm_config.parallel_config
+        ranks = f"{parallel.tensor_parallel_size} tensor-parallel ranks"
+        if parallel.enable_expert_parallel:
+            ranks += f", experts divided over {parallel.data_parallel_size} times as many"
+        shapes = short_text(_chosen(_as_dict(model.hf_text_config), "") | {"dtype": model.dtype})
+        return short_text(f"dummy on {platform.device}, of {name}{revision} on {ranks}: {shapes}")
     directory = model_directory(name, model.revision, load.download_dir)
     return identified(weights_identity, directory or Path(name), f"{name}{revision}")
 
 
-def _speculative_model(vllm_config: Any, content_order: str) -> str:
+def _speculative_model(vllm_config: Any, content_order: str, platform: Platform) -> str:
     """Identifies the draft model and what its cache is; empty without one, and for what drafts without a cache."""
     speculative = vllm_config.speculative_config
     draft = speculative.draft_model_config if speculative is not None else None
     if draft is None or draft is vllm_config.model_config:
         return ""
     order = f"; {content_order}" if content_order else ""
-    return f"{speculative.method}: {_weights(draft, vllm_config.load_config)}{order}"
+    return f"{speculative.method}: {_weights(vllm_config, draft, platform)}{order}"
 
 
 def _as_dict(config: Any) -> Mapping[str, Any]:
