@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.contract import Signature
+from kvferry.engines.vllm import contract
 from kvferry.engines.vllm.caches import CacheGroup
 
 MODULE = "kvferry.engines.vllm.connector"
@@ -115,6 +117,12 @@ def test_multi_connector_finds_it_by_its_name(connector_module: Any):
     """Where it looks up whose statistics it is given; before, that ended the decode engine."""
     assert Factory.known == {"KVFerryConnector": (MODULE, "KVFerryConnector")}
     connector_module.register()  # a second import
+
+
+def test_it_answers_what_vllm_asks_of_sleep_since_0_33(connector_module: Any):
+    assert connector_module.KVFerryConnector.supports_sleep_mode({})
+    for name, parameters in contract._NEW_IN_0_33.items():
+        assert Signature(f"{MODULE}:KVFerryConnector.{name}", parameters, "vLLM calls it").difference() is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])

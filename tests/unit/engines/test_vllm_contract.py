@@ -32,6 +32,26 @@ def made(source: str) -> Any:
     return names["it"]
 
 
+NEW_IN_0_33 = {
+    f"{BASE}:KVConnectorBase_V1.supports_sleep_mode": "classmethod(lambda cls, kv_transfer_config: True)",
+    f"{BASE}:KVConnectorBase_V1.unregister_kv_caches": "lambda self: None",
+    f"{BASE}:KVConnectorBase_V1.restore_kv_caches": "lambda self: None",
+    "vllm.v1.worker.gpu_worker:Worker.sleep": "lambda self, level=1: transfer().unregister_kv_caches()",
+    "vllm.v1.worker.gpu_worker:Worker.discard": "lambda self, tags: transfer().unregister_kv_caches()",
+    "vllm.v1.worker.gpu_worker:Worker.wake_up": "lambda self, tags=None: transfer().restore_kv_caches()",
+    "vllm.v1.engine.core:EngineCore.__init__": (
+        "lambda self, config: self._initialize_kv_caches(config) or self._set_kv_connector_handshake_metadata()"
+    ),
+    "vllm.v1.engine.core:EngineCore._set_kv_connector_handshake_metadata": (
+        "lambda self: self.model_executor.get_kv_connector_handshake_metadata()"
+    ),
+    "vllm.v1.engine.core:EngineCore._initialize_kv_caches": (
+        "lambda self, config: self.set_kv_cache_layout(config.adjust_dcp_kv_cache_interleave_size())"
+    ),
+}
+"""What vLLM 0.33 has that 0.32 has not, as far as ours builds on it."""
+
+
 @pytest.fixture
 def base(monkeypatch: pytest.MonkeyPatch) -> Any:
     """vLLM's module with the interface of connectors, as far as ours builds on it, and no other module of vLLM's."""
@@ -90,6 +110,65 @@ def test_a_changed_signature_is_named(base: Any):
 def test_a_missing_member_is_named(base: Any):
     base.KVConnectorRole = OnlySchedulers
     assert broken() == (f"{BASE}:KVConnectorRole: WORKER is gone (ours is made for one of them)",)
+
+
+@pytest.fixture
+def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Gives vLLM what is new in 0.33; returns what gives a function another source."""
+
+    def give(where: str, source: str) -> None:
+        name, _, inside = where.partition(":")
+        of, _, function = inside.partition(".")
+        if name not in sys.modules:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        module = sys.modules[name]
+        if not hasattr(module, of):
+            setattr(module, of, type(of, (), {}))
+        setattr(getattr(module, of), function, eval(source))
+
+    for where, source in NEW_IN_0_33.items():
+        give(where, source)
+    return give
+
+
+def broken_in_0_33() -> tuple[str, ...]:
+    return Contract("vLLM", (), (*contract.hook_lines(), *contract._since_0_33())).broken()
+
+
+def test_what_is_new_in_0_33_as_it_is(newer: Any):
+    assert broken_in_0_33() == ()
+
+
+@pytest.mark.parametrize(
+    ("where", "source", "said"),
+    [
+        (
+            f"{BASE}:KVConnectorBase_V1.restore_kv_caches",
+            "lambda self, kv_caches: None",
+            "takes (self, kv_caches), and took (self) (vLLM calls ours so)",
+        ),
+        (
+            f"{BASE}:KVConnectorBase_V1.supports_sleep_mode",
+            "classmethod(lambda cls: True)",
+            "takes (cls), and took (cls, kv_transfer_config) (vLLM calls ours so)",
+        ),
+        (
+            "vllm.v1.worker.gpu_worker:Worker.discard",
+            "lambda self, tags: None",
+            "does not use unregister_kv_caches any more (memory is not written to that is given back)",
+        ),
+        (
+            "vllm.v1.engine.core:EngineCore._set_kv_connector_handshake_metadata",
+            "lambda self: None",
+            "does not use get_kv_connector_handshake_metadata any more (prefill ranks are found from then on, once "
+            "graphs are captured)",
+        ),
+    ],
+    ids=["restore", "supports", "discard", "handshake"],
+)
+def test_what_is_new_in_0_33_and_has_changed_is_named(newer: Any, where: str, source: str, said: str):
+    newer(where, source)
+    assert broken_in_0_33() == (f"{where} {said}",)
 
 
 def test_a_vllm_with_nothing_of_it_stops_the_server(base: Any, monkeypatch: pytest.MonkeyPatch):
