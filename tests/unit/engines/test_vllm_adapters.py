@@ -115,6 +115,52 @@ def test_files_that_are_written_while_they_are_loaded_are_nobodys(known: Any, tm
     assert known.identity(request(given)).startswith("unknown ")
 
 
+def test_files_that_are_written_before_the_request_that_loads_them_is_scheduled_are_read_again(
+    known: Any, tmp_path: Path
+):
+    """It may wait for long once they were read."""
+    asking = request(lora(write(tmp_path / "a", b"1")))
+    eventually("it is known", lambda: known.is_known(asking))
+    write(tmp_path / "a", b"22")
+    assert not known.is_known(asking)
+    eventually("it is known anew", lambda: known.is_known(asking))
+    assert known.identity(asking) == Adapters().identity(asking)
+
+
+def test_files_that_are_written_while_the_request_is_computed_that_loads_them_are_nobodys(known: Any, tmp_path: Path):
+    given = lora(write(tmp_path / "a", b"1"))
+    first = known.identity(request(given))
+    assert not known.are_proved
+    write(tmp_path / "a", b"22")
+    known.computed(given)
+    assert known.names == ["a"]
+    assert known.are_proved
+    later = {known.identity(request(given)) for _ in range(2)}
+    assert len({first, *later}) > 1
+    assert all(each.startswith("unknown ") for each in later)
+
+
+def test_files_that_are_written_once_it_was_loaded_change_nothing_of_what_was_computed(known: Any, tmp_path: Path):
+    given = lora(write(tmp_path / "a", b"1"))
+    first = known.identity(request(given))
+    known.computed(given)
+    write(tmp_path / "a", b"22")
+    known.computed(given)
+    assert known.names == []
+    write(tmp_path / "a", b"1")
+    assert known.identity(request(given)) == first
+
+
+def test_one_that_was_read_for_a_request_is_what_vllm_is_told_to_load_before_that_is_scheduled(
+    known: Any, tmp_path: Path
+):
+    asking = request(lora(write(tmp_path / "a", b"1")))
+    eventually("it is known", lambda: known.is_known(asking))
+    write(tmp_path / "a", b"22")
+    load(known, lora(tmp_path / "a"))
+    assert known.identity(request(lora(tmp_path / "a"))) == Adapters().identity(asking)
+
+
 def test_it_is_read_aside(known: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """On a disk that takes its time, vLLM's scheduler goes on."""
     may_go_on = threading.Event()

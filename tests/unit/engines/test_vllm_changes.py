@@ -92,7 +92,8 @@ def core_class() -> Any:
 class Request:
     def __init__(self, name: str, lora: str = "") -> None:
         self.request_id, self.cache_salt, self.block_hashes = name, "tenant", [f"hash of {name}"]
-        self.lora_request = SimpleNamespace(lora_name=lora) if lora else None
+        self.lora_request = SimpleNamespace(lora_name=lora, lora_int_id=1) if lora else None
+        self.num_output_tokens = 0
 
     def update_block_hashes(self) -> None:
         self.block_hashes.append(f"hash with {self.cache_salt}")
@@ -222,6 +223,26 @@ def test_an_adapter_that_is_loaded_in_place_ends_what_it_has_computed(given: Any
     assert names == ["running"]
     assert "LoRA adapter 'a' was replaced" in reason
     assert len(given.core.loras) == 3
+    assert len(given.evicted) == 1
+
+
+def test_an_adapter_whose_files_were_written_while_a_step_loaded_it_ends_what_that_has_computed(
+    given: Any, tmp_path: Any
+):
+    running = given.requests["running"]
+    (tmp_path / "adapter_config.json").write_text("{}")
+    running.lora_request = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    given.changes.adapters.identity(running)
+    given.changes.scheduled()
+    (tmp_path / "adapter_config.json").write_text("{ }")
+    given.changes.scheduled()
+    assert given.evicted == [], "nothing is computed"
+    running.num_output_tokens = 1
+    given.changes.scheduled()
+    ((names, reason),) = given.side.outdated
+    assert names == ["running"]
+    assert "LoRA adapter 'a' was replaced" in reason
+    given.changes.ended(running)
     assert len(given.evicted) == 1
 
 

@@ -4,6 +4,7 @@ vLLM knows an adapter by its number, loads it when it is first needed or told to
 never looks whether its files have changed. So what is remembered of an adapter is what its files were then, and a
 request is compared by it only as long as they are the same: whatever has been loaded meanwhile was loaded from them.
 Where they are not, nobody knows what is loaded, and the request is like no other until vLLM is told to load it anew.
+What a request's own step loads is looked at twice more: when it is scheduled, and when it has been computed.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class Adapters:
         """Told the name of an adapter that has become another. What was computed with it is not to be used."""
         self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
         self._texts: dict[str, str] = {}  # by name, as vLLM's prefix cache knows them
+        self._unscheduled: set[int] = set()  # of those, by number, what no step loads yet
+        self._unproved: dict[int, _Adapter] = {}  # what steps load of which nobody knows that they are over
         # At the files of adapters, by the request that needs them.
         self._looks: FoundAside[str, _Adapter] = FoundAside("kvferry-vllm-adapters", most=_MOST_REQUESTS)
 
@@ -71,7 +74,16 @@ class Adapters:
         if lora is None:
             return True
         look = self._look(request, lora)
-        return look.done() and not self._adopted(lora, look.result())
+        if not look.done():
+            return False
+        is_loaded = lora.lora_int_id in self._loaded and lora.lora_int_id not in self._unscheduled
+        if (lora.load_inplace or not is_loaded) and _files(lora.lora_path) != look.result().files:
+            self._looks.forget(request.request_id)  # vLLM is about to load what was written since
+            if not is_loaded:
+                self._loaded.pop(lora.lora_int_id, None)
+            self._look(request, lora)
+            return False
+        return not self._adopted(lora, look.result())
 
     def identity(self, request: Any) -> str:
         """Identifies a request's adapter; empty without one. Waits for it to be read, unless it is known."""
@@ -82,6 +94,9 @@ class Adapters:
         self._adopted(lora, found)
         self._looks.forget(request.request_id)
         loaded = self._loaded[lora.lora_int_id]
+        if lora.load_inplace or lora.lora_int_id in self._unscheduled:
+            self._unscheduled.discard(lora.lora_int_id)
+            self._unproved[lora.lora_int_id] = found
         if loaded.is_what(found):
             return loaded.text
         log.error(
@@ -92,6 +107,17 @@ class Adapters:
             lora.lora_path,
         )
         return f"unknown {uuid4().hex}"
+
+    @property
+    def are_proved(self) -> bool:
+        """Whether nothing is being loaded that is to be looked at once more."""
+        return not self._unproved
+
+    def computed(self, lora: Any) -> None:
+        """Takes that a request with an adapter has been computed, so that vLLM has loaded it by now."""
+        seen = self._unproved.pop(lora.lora_int_id, None)
+        if seen is not None and not seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
+            self._adopt(lora, _Adapter(seen.path, seen.files, f"unknown {uuid4().hex}"))
 
     def files(self, lora: Any) -> Files:
         """Returns what lies at an adapter's path."""
@@ -104,12 +130,13 @@ class Adapters:
             lora: vLLM's request for it.
             before: what lay at its path before it was loaded.
         """
-        if lora.lora_int_id in self._loaded and not lora.load_inplace:
+        if lora.lora_int_id in self._loaded and not (lora.load_inplace or lora.lora_int_id in self._unscheduled):
             return  # it was loaded already
         found = _read(lora.lora_name, lora.lora_path, None)
         if found.files != before:
             found = _Adapter(found.path, found.files, f"unknown {uuid4().hex}")
         self._adopt(lora, found)
+        self._unscheduled.discard(lora.lora_int_id)
 
     def unloaded(self, number: int) -> None:
         """Takes that vLLM was told to drop an adapter."""
@@ -124,12 +151,14 @@ class Adapters:
         """Takes what an adapter is that vLLM loads with a request. Returns whether it was another before."""
         loaded = self._loaded.get(lora.lora_int_id)
         if loaded is None or (lora.load_inplace and not loaded.is_what(found)):
+            self._unscheduled.add(lora.lora_int_id)
             return self._adopt(lora, found)
         return False
 
     def _adopt(self, lora: Any, found: _Adapter) -> bool:
         before = self._texts.get(lora.lora_name, found.text)
         self._loaded[lora.lora_int_id], self._texts[lora.lora_name] = found, found.text
+        self._unproved.pop(lora.lora_int_id, None)
         if before == found.text:
             return False
         self._looks.forget_all()  # they were at files before

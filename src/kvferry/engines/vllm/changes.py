@@ -71,9 +71,21 @@ class Changes:
         """Takes a request that has just come in."""
         self._requests[request.request_id] = request
 
+    def scheduled(self) -> None:
+        """Takes that another step is about to run."""
+        if not self.adapters.are_proved:
+            for request in self._requests.values():
+                self._computed(request)
+
     def ended(self, request: Any) -> None:
         """Takes that a request has ended."""
+        self._computed(request)
         self._requests.pop(request.request_id, None)
+
+    def _computed(self, request: Any) -> None:
+        """Has the adapter of a request looked at once more if a step has loaded it."""
+        if request.lora_request is not None and request.num_output_tokens:
+            self.adapters.computed(request.lora_request)
 
     def reset(self) -> None:
         """Ends what is on its way, as vLLM asks where it resets caches."""

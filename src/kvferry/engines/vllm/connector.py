@@ -328,6 +328,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVFerryMetadata:
         """Returns what the workers get with this step."""
+        self._changes.scheduled()
         step = self._scheduler_side.take_step(
             scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
         )

@@ -167,6 +167,7 @@ def _structures() -> Iterator[Line]:
     yield Call(
         "vllm.v1.request:Request.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are"
     )
+    yield Attributes("vllm.v1.request:Request", ("num_output_tokens",), "an adapter is loaded by then")
     yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
     yield Mentions(
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_child_info",
