@@ -11,6 +11,7 @@ answers the latter with the adapter in its last slot, alone as well (0.32: torch
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -39,6 +40,14 @@ ADAPTERS = ("", "a", "b")  # what requests name; none first
 UNDER_LOAD = ADAPTERS[1:]
 WEIGHTS, SEEDS = 2, 2  # versions of each
 
+HONEST = re.compile(
+    r"no (prefill|decode) server is well|"
+    r"tried \d+ times; last, (prefill|decode)-\d+: "
+    # its connection broke, or its engine died, or a cache did not come: its log has why
+    r"(\w+(Error|Timeout) |HTTP 50[03]: .*(Internal server error|EngineCore encountered an issue))"
+)
+"""What a client may be told instead of an answer: who is away, or who failed it and how."""
+
 Answers = Mapping[tuple[str, int], Sequence[str]]  # by adapter and number of the prompt, those of every state
 
 
@@ -48,6 +57,7 @@ class Found:
 
     kinds: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    refused: Counter[tuple[int, str]] = field(default_factory=Counter)  # by status and body
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +185,7 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
                 continue
             if answer.status_code != 200:
                 found.kinds[str(answer.status_code)] += 1
+                found.refused[answer.status_code, answer.text] += 1
                 time.sleep(0.1)
                 continue
             text = answer.json()["choices"][0]["text"].strip()
@@ -221,6 +232,8 @@ def test_no_answer_is_wrong_while_servers_die_and_weights_and_adapters_change(
     with capsys.disabled():
         sys.stdout.write(f"\n    {kills} kills in {time.monotonic() - began:.0f} s: {dict(found.kinds)} ")
     assert not found.wrong, found.wrong
+    dishonest = {each: count for each, count in found.refused.items() if not HONEST.search(each[1])}
+    assert not dishonest, dishonest
     assert found.kinds["right"] > 0
     assert kills == KILLS
     until("all are back", 400, lambda: all(deployment.server(name)["is_healthy"] for name in SERVERS))
