@@ -1028,8 +1028,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM's scheduler waits for an adapter's files",
         "engines/vllm/adapters.py",
-        "return look.done() and not self._adopted(lora, look.result())",
-        "return not self._adopted(lora, look.result())",
+        "        if not look.done():\n            return False\n        is_loaded",
+        "        is_loaded",
         "tests/unit/engines/test_vllm_adapters.py",
     ),
     PlantedFault(
