@@ -241,12 +241,20 @@ class _Engine:
 
     def submit_and_preempt(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
         """Hands a request in that loses its blocks when its last step is queued, and its token is not yet there."""
+        self._submit_and_queue(name, prompt, parameters)
+        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
+
+    def submit_and_load(self, name: str, prompt: Sequence[int], parameters: dict[str, Any], checkpoint: str) -> None:
+        """Hands a request in during whose last step the weights are replaced."""
+        self._submit_and_queue(name, prompt, parameters)
+        self.rpc("reload_weights", {"weights_path": checkpoint})
+
+    def _submit_and_queue(self, name: str, prompt: Sequence[int], parameters: dict[str, Any]) -> None:
         self.submit(name, prompt, 1, parameters)
         (request,) = self.scheduler.requests.values()
         while request.num_computed_tokens < request.num_prompt_tokens:
             self.step()
         assert self.scheduler.running == [request], "the engine schedules no step ahead: the test shows nothing"
-        assert self.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def free_blocks(self) -> int:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -291,10 +299,14 @@ class _Engine:
         return sum(cache[0].nbytes for cache in self.caches)
 
     @property
+    def _worker(self) -> Any:
+        """The only one."""
+        return self.engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+    @property
     def caches(self) -> list[Any]:
         """Of the only rank."""
-        worker = self.engine.engine_core.engine_core.model_executor.driver_worker.worker
-        return list(worker.model_runner.kv_caches)
+        return list(self._worker.model_runner.kv_caches)
 
     def poison(self) -> None:
         """Fills all caches, recurrent state among them, with NaN, as if many requests had left it there."""
@@ -305,8 +317,7 @@ class _Engine:
     @property
     def draft_layers(self) -> set[str]:
         """The names of a draft model's layers, by vLLM's own account; of the only rank."""
-        runner = self.engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-        drafter = runner.drafter
+        drafter = self._worker.model_runner.drafter
         return set(getattr(drafter, "_draft_attn_layer_names", None) or drafter.attn_layer_names)
 
     def draft_blocks(self) -> list[list[bytes]]:

@@ -33,8 +33,8 @@ def adapter(checkpoints: tuple[str, str], tmp_path_factory: pytest.TempPathFacto
 def engines(checkpoints: tuple[str, str], adapter: Path) -> Iterator[Engines]:
     begun = Engines(Path(checkpoints[0]))
     begun.begin("alone", connector="", adapters={"a": adapter})
-    for name, role in (("prefill", "kv_producer"), ("decode", "kv_consumer")):
-        begun.begin(name, role=role, prefix_cache=True, adapters={"a": adapter})
+    for begin in (begun.prefill, begun.decode):
+        begin(begin.__name__, prefix_cache=True, adapters={"a": adapter}, is_asynchronous=True)
     yield begun
     begun.close()
 
@@ -132,6 +132,21 @@ def test_what_had_come_when_the_weights_changed_is_not_gone_on_with(
     assert pair.decode.ask("free_blocks") == free
     load(engines.alone().started(), checkpoints[1])
     assert pair.decode.generate([prompt], COUNT) == [alone(engines, prompt)]
+
+
+def test_what_a_queued_step_computes_while_the_weights_are_replaced_is_not_taken(
+    engines: Engines, pair: Pair, checkpoints: tuple[str, str]
+):
+    """Asynchronous scheduling: the prefill engine answers with an offer after the change."""
+    free, (prompt,) = pair.free_blocks(), prompts(14, 1, shortest=100)
+    pair.prefill.ask("submit_and_load", "queued", prompt, {"do_remote_decode": True}, checkpoints[1])
+    offer = pair.prefill.output("queued").parameters
+    for engine in (pair.decode, engines.alone().started()):
+        load(engine, checkpoints[1])
+    if offer is not None:
+        assert fetched(pair, prompt, "queued", offer).reason == "error"
+    assert pair.free_blocks() == free
+    assert pair.run_in_turn(prompt, "queued-after").tokens == alone(engines, prompt), pair.said
 
 
 def test_equal_weights_agree_on_different_numbers_of_ranks(

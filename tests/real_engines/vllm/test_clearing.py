@@ -23,7 +23,7 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
     begun = Engines(write("granite4", tmp_path_factory.mktemp("granite4")))
     begun.alone()
     begun.prefill("prefill", kernel_tokens=PAGE)
-    begun.decode("decode", kernel_tokens=PAGE, block_tokens=256)
+    begun.decode("decode", kernel_tokens=PAGE, block_tokens=256, is_asynchronous=True)
     yield begun
     begun.close()
 

@@ -318,8 +318,8 @@ def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines,
         "kv_connector": "ExampleConnector",
         "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
     }
-    prefill = engines.begin("prefill-beside", role="kv_producer", beside=(storage,), step_tokens=64)
-    decode = engines.begin("decode-beside", role="kv_consumer", beside=())
+    prefill = engines.prefill("prefill-beside", beside=(storage,), step_tokens=64)
+    decode = engines.decode("decode-beside", beside=(), is_asynchronous=True)
     pair = Pair(prefill, decode)
     free = pair.free_blocks()
     check(engines, pair, prompts(42, 6), "beside")
@@ -359,8 +359,8 @@ def and_a_turn_more(each: Sequence[Sequence[int]]) -> list[list[int]]:
 def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: Engines, tmp_path: Path):
     """A prefill server sends what it has back from host memory, and a decode server keeps there what it was sent."""
     kept, received = tmp_path / "prefill", tmp_path / "decode"
-    prefill = engines.begin("prefill-offloads", role="kv_producer", beside=(offloading(kept),), **CROWDED)
-    decode = engines.begin("decode-offloads", role="kv_consumer", beside=(offloading(received),), prefix_cache=True)
+    prefill = engines.prefill("prefill-offloads", beside=(offloading(kept),), **CROWDED)
+    decode = engines.decode("decode-offloads", beside=(offloading(received),), prefix_cache=True, is_asynchronous=True)
     pair = Pair(prefill, decode)
     free = pair.free_blocks()
     first, others = prompts(51, 2, shortest=300, longest=400), prompts(52, 8, shortest=400)
@@ -376,9 +376,8 @@ def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: En
 def test_a_request_that_another_connector_loads_is_not_fetched(engines: Engines, tmp_path: Path):
     """One that stands before ours on a decode server: the prefill server is told, and gives the blocks back."""
     host = tmp_path / "decode"
-    decode = engines.begin(
-        "decode-loads", role="kv_consumer", before=(offloading(host),), beside=(), **CROWDED, policy="recompute"
-    )
+    host_first = {"before": (offloading(host),), "beside": (), "policy": "recompute"}
+    decode = engines.decode("decode-loads", **host_first, **CROWDED, is_asynchronous=True)
     pair = Pair(engines.prefill("prefill"), decode)
     free = pair.free_blocks()
     first, others = prompts(54, 2, shortest=300, longest=400), prompts(55, 8, shortest=400)

@@ -36,8 +36,8 @@ def engines(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
     adapters = {name: write_adapter(directory / name, models[0], seed=seed) for seed, name in enumerate("ab")}
     begun = Engines(models[0])
     begun.begin("alone", connector="", adapters=adapters)
-    begun.begin("prefill", role="kv_producer", adapters=adapters)
-    begun.begin("decode", role="kv_consumer", adapters=adapters, prefix_cache=True)
+    begun.prefill("prefill", adapters=adapters)
+    begun.decode("decode", adapters=adapters, prefix_cache=True, is_asynchronous=True)
     yield begun
     begun.close()
 
