@@ -269,6 +269,10 @@ class _Engine:
             self.step()
         self.rpc(method, arguments)
 
+    def load_unasked(self, checkpoint: str) -> None:
+        """Replaces the weights as a trainer in the worker's own process does: vLLM is asked for nothing."""
+        self._worker.reload_weights(weights_path=checkpoint)
+
     def name_weights(self, name: str) -> None:
         self.engine.set_weight_version(name)
 

@@ -170,6 +170,20 @@ def test_weights_are_the_same_where_they_are_called_so(engines: Engines, pair: P
     assert pair.run_in_turn(prompt, "named").tokens == alone(engines, prompt)
 
 
+def test_weights_that_a_trainer_loaded_unasked_are_others_once_they_are_named(
+    engines: Engines, pair: Pair, checkpoints: tuple[str, str]
+):
+    (prompt,) = prompts(11, 1, shortest=200)
+    before = pair.run_in_turn(prompt, "untrained")
+    for engine in (pair.prefill, pair.decode):
+        engine.ask("load_unasked", checkpoints[1])
+        engine.ask("name_weights", "step-8")
+    load(engines.alone().started(), checkpoints[1])
+    received = pair.received
+    assert pair.run_in_turn(prompt, "trained").tokens == alone(engines, prompt) != before.tokens
+    assert pair.received == received + 1
+
+
 # ---- adapters ------------------------------------------------------------------------------------------------------
 
 
