@@ -276,6 +276,10 @@ class _Engine:
     def name_weights(self, name: str) -> None:
         self.engine.set_weight_version(name)
 
+    def reset(self) -> None:
+        """Resets caches, those of connectors too, as servers are asked to after an update of the weights."""
+        self.scheduler.reset_prefix_cache(reset_connector=True)
+
     def sleep(self) -> None:
         self.engine.sleep()
 

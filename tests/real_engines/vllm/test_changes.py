@@ -13,6 +13,8 @@ from tests.real_engines.vllm.adapters import write_adapter
 from tests.real_engines.vllm.engine import EngineError, EngineProcess, Output
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
+from kvferry.engines.vllm.parameters import ROOM
+
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
 
 
@@ -182,6 +184,33 @@ def test_weights_that_a_trainer_loaded_unasked_are_others_once_they_are_named(
     received = pair.received
     assert pair.run_in_turn(prompt, "trained").tokens == alone(engines, prompt) != before.tokens
     assert pair.received == received + 1
+
+
+# ---- caches --------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_offered_before_the_caches_were_reset_is_not_sent(engines: Engines, pair: Pair):
+    free, (prompt,) = pair.free_blocks(), prompts(12, 1, shortest=100)
+    offer = offered(pair, prompt, "reset")
+    pair.prefill.ask("reset")
+    pair.prefill.wait_idle()
+    assert fetched(pair, prompt, "reset", offer).reason == "error"
+    assert "the engine's caches were reset" in pair.said
+    assert pair.free_blocks() == free
+    assert pair.run_in_turn(prompt, "reset-after").tokens == alone(engines, prompt), pair.said
+
+
+def test_what_was_asked_for_before_the_caches_were_reset_is_not_taken(engines: Engines, pair: Pair):
+    free, (prompt,) = pair.free_blocks(), prompts(13, 1, shortest=100)
+    room = {ROOM: 3_000_000}
+    wants = {"do_remote_prefill": True, "remote_engine_id": pair.prefill.shape.name, **room}
+    pair.decode.submit("asked", prompt, COUNT, wants)
+    pair.decode.ask("reset")
+    assert pair.decode.output("asked").reason == "error"
+    pair.prefill.submit("asked", prompt, 1, {"do_remote_decode": True, **room})
+    pair.prefill.output("asked")
+    assert pair.free_blocks() == free
+    assert pair.run_in_turn(prompt, "asked-after").tokens == alone(engines, prompt), pair.said
 
 
 # ---- adapters ------------------------------------------------------------------------------------------------------
