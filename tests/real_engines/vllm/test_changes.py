@@ -257,6 +257,21 @@ def test_an_adapter_whose_files_alone_were_replaced_is_refused_until_it_is_loade
     assert anew.tokens == alone(engines, prompt, "a"), pair.said
 
 
+def test_a_decode_engine_that_starts_after_an_adapter_was_replaced_agrees(
+    engines: Engines, pair: Pair, checkpoints: tuple[str, str], adapter: Path
+):
+    replace(adapter, checkpoints[0], 9)
+    for engine in (pair.prefill, engines.alone().started()):
+        engine.ask("load_adapter", "a")
+    for checkpoint in reversed(checkpoints):  # they lose the name that a test before has given them
+        load(pair.prefill, checkpoint)
+    late = Pair(pair.prefill, engines.decode("decode-late", adapters={"a": adapter}, is_asynchronous=True))
+    (prompt,) = prompts(23, 1, shortest=200)
+    found = fetched(late, prompt, "late", offered(late, prompt, "late", "a"), "a")
+    assert found.tokens == alone(engines, prompt, "a"), late.said
+    assert late.received == 1
+
+
 # ---- memory --------------------------------------------------------------------------------------------------------
 
 
