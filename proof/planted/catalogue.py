@@ -907,6 +907,13 @@ CATALOGUE = (
         "tests/unit/engines/test_sglang_weights.py",
     ),
     PlantedFault(
+        "what SGLang cached before an update without a flush is of the new weights",
+        "engines/sglang/weights.py",
+        "        weights.cache_stays()\n",
+        "        pass\n",
+        "tests/unit/engines/test_sglang_weights.py",
+    ),
+    PlantedFault(
         "SGLang's heads count without its pool",
         "engines/sglang/pools.py",
         "return claimed if held == claimed // part.count else None",

@@ -56,9 +56,9 @@ def pair(model: Path, undivided: EngineProcess, tmp_path_factory: pytest.TempPat
     both.close()
 
 
-def update(engine: EngineProcess, path: Path, version: str | None = None) -> None:
+def update(engine: EngineProcess, path: Path, version: str | None = None, *, flushes: bool = True) -> None:
     time.sleep(IDLE_S)  # else SGLang does not flush its cache, and says that the update has failed
-    request = UpdateWeightFromDiskReqInput(model_path=str(path), weight_version=version)
+    request = UpdateWeightFromDiskReqInput(model_path=str(path), weight_version=version, flush_cache=flushes)
     success, message, _ = engine.ask("update_weights_from_disk", request)
     assert success, message
 
@@ -129,6 +129,25 @@ def test_weights_that_are_replaced_in_place_never_meet_others(
     update(pair.prefill, model)
     assert_equal(pair.run(given), old)
     update(undivided, model)
+
+
+def test_what_an_update_leaves_cached_becomes_nobodys_answer(
+    pair: Pair, undivided: EngineProcess, model: Path, newer: Path
+):
+    """Both sides have the new weights and answered from what the old ones had computed, here or there."""
+    given = prompts(6, 4, shortest=100, longest=300)
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
+    for side in (pair.prefill, pair.decode):
+        update(side, newer, flushes=False)
+        assert_refused(pair, given)
+    update(undivided, newer)
+    for side in (pair.prefill, pair.decode):
+        assert_refused(pair, given)
+        time.sleep(IDLE_S)
+        assert side.ask("flush_cache").success
+    assert_equal(pair.run(given), undivided.generate(given, TOKENS))
+    for engine in (pair.prefill, pair.decode, undivided):
+        update(engine, model)
 
 
 def test_a_server_that_died_while_idle_holds_nobody_up(pair: Pair, undivided: EngineProcess, model: Path):

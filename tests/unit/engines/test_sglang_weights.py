@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import weights as module
-from kvferry.engines.sglang.weights import Weights, after_naming, around_begin, around_end, around_update
+from kvferry.engines.sglang.weights import Weights, after_flush, after_naming, around_begin, around_end, around_update
 
 START = "the checkpoint's digest"
+REFUSED = "Weights were updated, but the cache was not flushed because requests are still running or queued."
 
 
 class Server:
@@ -21,14 +22,33 @@ class Server:
         self.weights = Weights(start)
         self.told: list[str] = []
         self._session: object = None
-        self.scheduler = SimpleNamespace(disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self))
+        self.cached, self.is_idle = 0, True
+        self.scheduler = SimpleNamespace(
+            disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self),
+            tree_cache=SimpleNamespace(evictable_size=lambda: self.cached, protected_size=lambda: 0),
+            disable_radix_cache=False,
+        )
 
     def renew_weights(self) -> None:
         self.told.append(self.weights.said)
 
-    def update(self, *, success: bool = True, message: str = "", **request: Any) -> None:
-        given = SimpleNamespace(**{"weight_version": None, **request})
-        around_update(lambda *_: SimpleNamespace(success=success, message=message), self, given)
+    def is_fully_idle(self, *, ignore_waiting: bool) -> bool:
+        assert ignore_waiting, "who waits has computed nothing"
+        return self.is_idle
+
+    def flush(self) -> bool:
+        if self.is_idle:
+            self.cached = 0
+        after_flush(self.is_idle, self.scheduler, empty_cache=True)
+        return self.is_idle
+
+    def update(self, *, success: bool = True, message: str = "", flushes: bool = True, **request: Any) -> None:
+        def original(*_: Any) -> Any:
+            if success and flushes and not self.flush():
+                return SimpleNamespace(success=False, message=REFUSED)
+            return SimpleNamespace(success=success, message=message)
+
+        around_update(original, self, SimpleNamespace(**{"weight_version": None, **request}))
 
     def from_disk(self, path: str, **more: Any) -> None:
         self.update(model_path=path, load_format="auto", **more)
@@ -127,7 +147,7 @@ def test_weights_are_unknown_after_an_update_that_failed_until_the_next_one(how:
         if how == "files":
             each.from_disk("/new", success=False, message="Failed to update weights: .... Rolling back")
         else:
-            each.pieces("7", success=False, message="the cache was not flushed")
+            each.pieces("7", success=False, message="out of memory")
     assert one.said != other.said
     for each in (one, other):
         each.from_disk("/new") if how == "files" else each.pieces("8")
@@ -154,8 +174,73 @@ def test_an_update_that_was_refused_before_it_began_changes_nothing():
 
 def test_another_backends_servers_are_left_alone():
     scheduler = SimpleNamespace(disagg_decode_prealloc_queue=SimpleNamespace(kv_manager=object()))
+    after_flush(True, scheduler)
     updater = SimpleNamespace(scheduler=scheduler, _session=None)
     result = SimpleNamespace(success=True)
     for around in (around_update, around_begin, around_end):
         assert around(lambda *_: result, updater, SimpleNamespace()) is result
     after_naming(None, scheduler, SimpleNamespace(new_version="7"))
+
+
+# ---- what was cached before -----------------------------------------------------------------------------------------
+
+
+UNFLUSHED: dict[str, Callable[[Server], None]] = {
+    "files": lambda server: server.from_disk("/new", flushes=False),
+    "pieces": lambda server: server.pieces("7", "7", flushes=False),
+    "what another process wrote": lambda server: server.pieces(),
+    "a checkpoint engine": lambda server: server.update(weight_version="7", flushes=False),
+}
+OLDER = "the prefix cache is of those before: flush it"
+
+
+def test_what_is_cached_stays_the_name_of_nobodys_weights_until_it_is_flushed():
+    for way, update in UNFLUSHED.items():
+        one, other, flushed = Server(), Server(), Server()
+        for server in (one, other):
+            server.cached = 128
+        for server in (one, other, flushed):
+            update(server)
+        assert OLDER in one.said != other.said, way
+        one.flush()
+        assert one.said == flushed.said, way
+        assert OLDER in other.said, way
+
+
+def test_an_update_that_flushes_makes_good_one_that_did_not_and_says_nothing_in_between():
+    server = Server()
+    server.cached = 128
+    server.from_disk("/new", flushes=False)
+    server.from_disk("/newer")
+    assert server.said == "the digest of /newer"
+    assert len(server.told) == 2, "the first's weights are nobody's by then"
+
+
+def test_a_server_that_runs_requests_will_cache_what_they_have():
+    server = Server()
+    server.is_idle = False
+    server.from_disk("/new", flushes=False)
+    server.flush()
+    assert OLDER in server.said, "the flush was refused"
+    server.is_idle = True
+    server.flush()
+    assert server.said == "the digest of /new"
+
+
+def test_an_update_whose_flush_was_refused_is_good_once_there_was_one():
+    for update in (lambda server: server.from_disk("/new"), lambda server: server.pieces("7")):
+        server, expected = Server(), Server()
+        update(expected)
+        server.is_idle = False
+        update(server)
+        assert OLDER in server.said
+        server.is_idle = True
+        server.flush()
+        assert server.said == expected.said
+
+
+def test_without_a_prefix_cache_nothing_is_found_again():
+    server = Server()
+    server.scheduler.disable_radix_cache, server.is_idle = True, False
+    server.from_disk("/new", flushes=False)
+    assert server.said == "the digest of /new"

@@ -15,6 +15,7 @@ from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
     BACKENDS,
     BEFORE_STEP,
+    CACHE_FLUSHED,
     CREATE_RECEIVER,
     CREATE_SENDER,
     DECODE_MANAGER,
@@ -386,7 +387,18 @@ _REQUEST: tuple[Line, ...] = (
             *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
         )
     ),
-    Fields(_UPDATER, ("scheduler", "_session"), "our hooks find the manager, and whether an update is whole, by them"),
+    Fields(
+        _UPDATER,
+        ("scheduler", "_session", "is_fully_idle"),
+        "our hooks find the manager, and whether an update is whole, by them",
+    ),
+    Signature(where(CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
+    Mentions(
+        f"{_MANAGERS}.scheduler:Scheduler.flush_cache",
+        ("is_fully_idle", "tree_cache"),
+        "whether something older is cached is asked of them",
+    ),
+    Signature(f"{_MANAGERS}.scheduler:Scheduler.is_fully_idle", "self, for_health_check=, ignore_waiting=", "likewise"),
     Signature(
         f"{_MANAGERS}.scheduler:Scheduler.handle_update_weight_version",
         "self, recv_req",

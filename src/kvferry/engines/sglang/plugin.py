@@ -21,6 +21,7 @@ from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
     BACKENDS,
     BEFORE_STEP,
+    CACHE_FLUSHED,
     CREATE_RECEIVER,
     CREATE_SENDER,
     DECODE_MANAGER,
@@ -164,6 +165,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
+    yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
     yield Hook(STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
     yield Hook(STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")

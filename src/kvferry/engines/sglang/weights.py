@@ -3,6 +3,9 @@
 A server that is updated from a directory says what one says that starts with it. Weights that come otherwise, from a
 trainer's processes, are in no file: what counts is the version that it names with them (`weight_version`), and where it
 names none, how often they were replaced. Two servers that were updated alike agree, whatever they started with.
+
+An update may leave the prefix cache as it is. What that holds would go on under the new weights' name, so until it is
+flushed such a server has nobody's.
 """
 
 from __future__ import annotations
@@ -20,10 +23,16 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 _HALF_WAY = "are being replaced"
+_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+"""What SGLang says of an update that is whole but for this."""
 
 
 class Weights:
-    """What a rank says of its weights. For its scheduler's thread."""
+    """What a rank says of its weights. For its scheduler's thread.
+
+    Attributes:
+        is_changing: whether an update is under way, in which a flush says nothing yet of what they will be.
+    """
 
     def __init__(self, said: str) -> None:
         """Begins with those that the server has loaded.
@@ -32,14 +41,15 @@ class Weights:
             said: identifies them, by their files.
         """
         self._base, self._changes, self._are_of_files = said, 0, True
-        self._unknown = ""
+        self._unknown = self._cached = ""
+        self.is_changing = False
         self._session: list[str | None] | None = None
 
     @property
     def said(self) -> str:
         """Identifies them, to compare them with others."""
-        if self._unknown:
-            return self._unknown
+        if self._unknown or self._cached:
+            return self._unknown or self._cached
         return short_text(f"{self._base}, replaced in place {self._changes} times" if self._changes else self._base)
 
     def came_from(self, files: str) -> None:
@@ -64,6 +74,14 @@ class Weights:
         """They are no other server's, whatever that has: an update has failed, or is under way."""
         self._unknown = f"{why} ({secrets.token_hex(4)})"
 
+    def cache_stays(self) -> None:
+        """Requests may be answered from what those before have computed."""
+        self._cached = f"the prefix cache is of those before: flush it ({secrets.token_hex(4)})"
+
+    def cache_is_flushed(self) -> None:
+        """All that is cached from now on is theirs."""
+        self._cached = ""
+
     def session_begins(self) -> None:
         """They are replaced piece by piece from now on."""
         self._session = []
@@ -85,25 +103,29 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
     if manager is None:
         return original(updater, request)
     weights, session = manager.weights, updater._session
+    weights.is_changing = True
     try:
         result = original(updater, request)
     except BaseException:
         _renew(manager, lambda: weights.are_unknown("an update has failed"))
         raise
+    finally:
+        weights.is_changing = False
     path = getattr(request, "model_path", None)
-    if not result.success:
+    if not result.success and not result.message.startswith(_NOT_FLUSHED):
         # SGLang says so before it has touched anything: nothing to read, or no session.
         is_untouched = result.message.startswith("Failed to get ") or (
             path is None and _wants_session(request, session)
         )
         if not is_untouched:
             _renew(manager, lambda: weights.are_unknown("an update has failed"))
-    elif path is not None:
-        _renew(manager, lambda: weights.came_from(weights_of(path, None, request.load_format, None)))
-    elif session is None:
-        _renew(manager, lambda: weights.came(request.weight_version))
+        return result
+    if path is not None:
+        weights.came_from(weights_of(path, None, request.load_format, None))
     else:
         weights.came(request.weight_version)
+    if path is not None or session is None:
+        _renew(manager, lambda: _look_at_cache(weights, updater))
     return result
 
 
@@ -123,8 +145,18 @@ def around_end(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     """Around its end."""
     manager, result = _manager_of(updater.scheduler), original(updater, request)
     if manager is not None and result.success:
-        _renew(manager, manager.weights.session_ends)
+        manager.weights.session_ends()
+        _renew(manager, lambda: _look_at_cache(manager.weights, updater))
     return result
+
+
+def after_flush(is_flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
+    """After SGLang has flushed its caches, which it does within updates, too."""
+    manager = _manager_of(scheduler)
+    if manager is not None and is_flushed:
+        manager.weights.cache_is_flushed()
+        if not manager.weights.is_changing:
+            _renew(manager, lambda: None)
 
 
 def after_naming(_: Any, scheduler: Any, request: Any) -> None:
@@ -132,6 +164,16 @@ def after_naming(_: Any, scheduler: Any, request: Any) -> None:
     manager = _manager_of(scheduler)
     if manager is not None:
         _renew(manager, lambda: manager.weights.are_named(request.new_version))
+
+
+def _look_at_cache(weights: Weights, updater: Any) -> None:
+    """Looks whether requests may find what was computed before an update, or will: whoever runs leaves it behind."""
+    scheduler = updater.scheduler
+    cached = scheduler.tree_cache.evictable_size() + scheduler.tree_cache.protected_size()
+    if not scheduler.disable_radix_cache and (cached or not updater.is_fully_idle(ignore_waiting=True)):
+        weights.cache_stays()
+    else:
+        weights.cache_is_flushed()
 
 
 def _manager_of(scheduler: Any) -> Any:
