@@ -984,6 +984,13 @@ CATALOGUE = (
         "tests/unit/engines/test_sglang_hooks.py",
     ),
     PlantedFault(
+        "an adapter that SGLang has loaded is what lies at its path",
+        "engines/sglang/adapters.py",
+        "before not in (None, after)",
+        "False",
+        "tests/unit/engines/test_sglang_identity.py",
+    ),
+    PlantedFault(
         "SGLang's salt is no condition of a request",
         "engines/sglang/conditions.py",
         "salt=_salt(req)",

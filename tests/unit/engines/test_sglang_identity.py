@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +15,7 @@ from tests.unit.engines.test_checkpoints import in_the_hubs_cache
 
 from kvferry.engines.checkpoints import weights_identity
 from kvferry.engines.fingerprint import request_conditions
-from kvferry.engines.sglang import conditions
+from kvferry.engines.sglang import adapters
 from kvferry.engines.sglang.conditions import Prompt, around_requests, conditions_of, current
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.errors import EngineContractError
@@ -154,9 +156,18 @@ def scheduler(**refs: Any) -> Any:
 
 def adapter(directory: Path, weights: str) -> Any:
     directory.mkdir()
-    (directory / "adapter_model.bin").write_text(weights)
+    ref = SimpleNamespace(lora_id=str(directory), lora_name="any", lora_path=str(directory))
     (directory / "adapter_config.json").write_text("{}")
-    return SimpleNamespace(lora_name="any", lora_path=str(directory))
+    overwrite(ref, weights)
+    return ref
+
+
+def weights_of(ref: Any) -> Path:
+    return Path(ref.lora_path) / "adapter_model.bin"
+
+
+def overwrite(ref: Any, weights: str) -> None:
+    weights_of(ref).write_text(weights)
 
 
 PLAIN = request_conditions(list(range(40)))
@@ -182,21 +193,70 @@ def test_what_differs_is_named(name: str, changes: dict[str, Any]):
     assert found.get(name) != PLAIN.get(name)
 
 
-def test_the_same_adapter_has_another_id_on_every_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(conditions, "_adapters", {})
-    here, there = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a")
-    other = adapter(tmp_path / "other", "b")
-    known = scheduler(id1=here, id2=there, id3=other)
+@pytest.fixture
+def lora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Loads an adapter as SGLang does, in a server that has loaded none, and returns the server's scheduler."""
+    monkeypatch.setattr(adapters, "_loaded", {})
+
+    def load(ref: Any, *, meanwhile: Callable[[], object] = lambda: None, success: bool = True) -> Any:
+        def original(*_: Any) -> Any:
+            meanwhile()
+            return SimpleNamespace(success=success)
+
+        adapters.around_load(original, None, ref)
+        return scheduler(**{ref.lora_id: ref})
+
+    return load
+
+
+def asked_with(ref: Any, of: Any) -> dict[str, bytes]:
     # SGLang puts the adapter's id into the key of its own cache.
-    one, two, three = (
-        conditions_of(request(lora_id=each, extra_key=f"salt{each}"), known) for each in known_ids(known)
-    )
+    return conditions_of(request(lora_id=ref.lora_id, extra_key=f"salt{ref.lora_id}"), of)
+
+
+def test_the_same_adapter_has_another_id_on_every_server(tmp_path: Path, lora: Callable[..., Any]):
+    refs = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a"), adapter(tmp_path / "other", "b")
+    one, two, three = (asked_with(each, lora(each)) for each in refs)
     assert one == two
     assert {name for name in one if one[name] != three[name]} == {"LoRA adapter"}
 
 
-def known_ids(of: Any) -> list[str]:
-    return list(of.tp_worker.model_runner.lora_manager.lora_refs)
+def test_an_adapter_is_what_was_loaded_and_not_what_lies_there_at_its_first_request(
+    tmp_path: Path, lora: Callable[..., Any]
+):
+    ref, same = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a")
+    known = lora(ref)
+    overwrite(ref, "b")
+    assert asked_with(ref, known) == asked_with(same, lora(same))
+    again = SimpleNamespace(lora_id="again", lora_name="any", lora_path=ref.lora_path)
+    assert asked_with(again, lora(again)) != asked_with(ref, known)
+
+
+@pytest.mark.parametrize("late", [lambda ref: overwrite(ref, "b"), lambda ref: weights_of(ref).unlink()])
+def test_an_adapter_whose_files_were_written_while_it_was_loaded_is_nobodys(
+    tmp_path: Path, lora: Callable[..., Any], late: Callable[[Any], None]
+):
+    changed = [adapter(tmp_path / f"changed {number}", "a") for number in range(2)]
+    kept = [adapter(tmp_path / weights, weights) for weights in "ab"]
+    known = [lora(ref, meanwhile=partial(late, ref)) for ref in changed] + [lora(ref) for ref in kept]
+    found = [asked_with(*each)["LoRA adapter"] for each in zip([*changed, *kept], known, strict=True)]
+    assert len(set(found)) == len(found)
+
+
+def test_an_adapter_that_the_load_fetches_is_what_it_fetched(tmp_path: Path, lora: Callable[..., Any]):
+    ref = SimpleNamespace(lora_id="new", lora_name="any", lora_path=str(tmp_path / "fetched"))
+    same = adapter(tmp_path / "same", "a")
+    assert asked_with(ref, lora(ref, meanwhile=lambda: adapter(tmp_path / "fetched", "a"))) == asked_with(
+        same, lora(same)
+    )
+
+
+def test_an_adapter_that_is_in_no_files_has_its_name(lora: Callable[..., Any]):
+    ref = SimpleNamespace(lora_id="f00", lora_name="any", lora_path="__tensors__")
+    same = SimpleNamespace(lora_id="ba5", lora_name="any", lora_path="/gone")
+    assert asked_with(ref, scheduler(f00=ref)) == asked_with(same, lora(same))
+    lora(ref, success=False)
+    assert ref.lora_id not in adapters._loaded
 
 
 def test_another_image_is_another_image_and_no_other_prompt():

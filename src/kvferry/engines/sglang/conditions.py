@@ -6,7 +6,7 @@ where it makes them, and whoever is made there takes the request's conditions fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from kvferry.engines.checkpoints import adapter_identity, model_directory
 from kvferry.engines.fingerprint import MultimodalInput, request_conditions
-from kvferry.errors import EngineContractError, ModelError
+from kvferry.engines.sglang import adapters
+from kvferry.errors import EngineContractError
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +33,6 @@ class Prompt:
 
 
 _current: ContextVar[Callable[[], Prompt] | None] = ContextVar("kvferry request", default=None)
-
-_adapters: dict[str, str] = {}
-"""Adapters that were identified, by the id that this server gave them, which no other adapter gets."""
 
 _OF_AN_INPUT = -1
 """Stands for the tokens of an image or the like, which are SGLang's digest of it: that is a condition of its own."""
@@ -93,7 +90,7 @@ def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict
     return request_conditions(
         tokens,
         embedding=embedding,
-        lora=_adapter(req.lora_id, scheduler),
+        lora=adapters.identity(req.lora_id, scheduler),
         multimodal=inputs,
         salt=_salt(req),
     )
@@ -119,29 +116,6 @@ def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:
         for item in (given.mm_items if given is not None else ())
         for start, stop in item.offsets or ()
     ]
-
-
-def _adapter(lora_id: str | None, scheduler: Any) -> str:
-    if lora_id is None:
-        return ""
-    if lora_id not in _adapters:
-        # Ids are this server's own; what an adapter is, is in its files.
-        manager = scheduler.tp_worker.model_runner.lora_manager
-        refs: Mapping[str, Any] = {} if manager is None else manager.lora_refs
-        _adapters[lora_id] = _identified(refs.get(lora_id), lora_id)
-    return _adapters[lora_id]
-
-
-def _identified(ref: Any, lora_id: str) -> str:
-    if ref is None:
-        return lora_id
-    directory = model_directory(ref.lora_path, None) if ref.lora_path else None
-    if directory is not None:
-        try:
-            return adapter_identity(directory)
-        except ModelError:
-            pass
-    return str(ref.lora_name or ref.lora_path or lora_id)
 
 
 def _salt(req: Any) -> str:

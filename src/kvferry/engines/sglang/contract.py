@@ -13,6 +13,7 @@ from dataclasses import replace
 from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
 from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
+    ADAPTER_LOADED,
     BACKENDS,
     BEFORE_STEP,
     CACHE_FLUSHED,
@@ -44,6 +45,7 @@ def engine_version() -> str:
 
 _BASE = "sglang.srt.disaggregation.base.conn"
 _MANAGERS = "sglang.srt.managers"
+_LORA = "sglang.srt.lora.lora_manager:LoRAManager"
 _UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
@@ -404,7 +406,16 @@ _REQUEST: tuple[Line, ...] = (
         "self, recv_req",
         "our hook on it hears what weights are called",
     ),
-    Fields("sglang.srt.lora.lora_registry:LoRARef", ("lora_name", "lora_path"), "adapters are told apart by them"),
+    Fields(
+        "sglang.srt.lora.lora_registry:LoRARef",
+        ("lora_id", "lora_name", "lora_path"),
+        "adapters are told apart by them",
+    ),
+    Signature(where(ADAPTER_LOADED), "self, lora_ref", "our hook on it says what was loaded"),
+    *(
+        Mentions(f"{_LORA}.{name}", ("_load_lora_adapter",), "the hook is called there")
+        for name in ("init_lora_adapters", "load_lora_adapter")
+    ),
 )
 
 _NEW_IN_0_5_23 = {

@@ -23,6 +23,7 @@ UPDATES = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk"
 UPDATE_BEGINS = f"{_UPDATER}.begin_weight_update"
 UPDATE_ENDS = f"{_UPDATER}.end_weight_update"
 WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
+ADAPTER_LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 CACHE_FLUSHED = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"

@@ -14,11 +14,12 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import consensus, hooks, layer_steps, pools, termination, weights
+from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, pools, termination, weights
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
+    ADAPTER_LOADED,
     BACKENDS,
     BEFORE_STEP,
     CACHE_FLUSHED,
@@ -166,6 +167,8 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
     yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
+    # Without it, an adapter whose files were overwritten since would be taken for what lies there now.
+    yield Hook(ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
     yield Hook(STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
     yield Hook(STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
