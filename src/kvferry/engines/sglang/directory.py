@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import re
 import secrets
+import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -34,6 +35,9 @@ ROUTE = "/kvferry"
 _ANSWER_S = 5.0
 _ANSWER_AGAIN_S = 2.0
 """Where look-ups of other engines wait behind it: as long as a registry has."""
+_NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+"""Bootstrap servers speak plain HTTP. To load certificates for each question would keep the scheduler's thread from the
+interpreter for tenths of a second where requests name many addresses."""
 _MOST_ANSWER_BYTES = 2**20
 """SGLang's have some hundred bytes."""
 
@@ -90,7 +94,7 @@ def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answ
     """
     url = f"http://{bootstrap_address}{path}"
     try:
-        with httpx.Client(timeout=timeout_s, trust_env=False) as client:
+        with httpx.Client(timeout=timeout_s, trust_env=False, verify=_NO_TLS) as client:
             return request(client, url, most_bytes=_MOST_ANSWER_BYTES, timeout_s=timeout_s)
     except httpx.HTTPError as error:
         problem = f"the bootstrap server at {bootstrap_address} cannot be reached: {error}"
