@@ -10,6 +10,7 @@ import torch
 from sglang.srt.disaggregation import utils
 from sglang.srt.disaggregation.base.conn import KVArgs
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.speculative.eagle_utils import build_tree_kernel_efficient, default_tree_mask_mode
 from tests.real_engines.sglang.pool_ranks import PAGES, SIZES, Crossing, Part, PoolRank, begin, part
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_companions import alone
@@ -181,3 +182,11 @@ def test_what_a_draft_begins_with_comes_with_the_first_token():
 def test_a_draft_on_one_side_alone_is_seen_in_the_rows():
     """Of which two servers compare the sizes before any request is computed."""
     assert _metadata(96)[1].row_bytes != _metadata(16)[1].row_bytes
+
+
+def test_sglang_cannot_draft_here_since_its_kernels_for_cpus_are_in_no_package():
+    """Every kind of draft is verified as a tree. The day this fails, a pair of engines can draft: let one do so."""
+    numbers = torch.tensor
+    tree = (numbers([5]), [numbers([[-1, 0]])], numbers([[0]]), numbers([[7]]), numbers([3]))
+    with pytest.raises(RuntimeError, match=r"sgl_kernel\.build_tree_kernel_efficient_cpu was called, and is not here"):
+        build_tree_kernel_efficient(*tree, 3, 1, 1, 2, default_tree_mask_mode())
