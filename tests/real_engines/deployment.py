@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,10 @@ from typing import Any
 import httpx
 import psutil
 from tests.real_engines.alone import check_alone
+from tests.real_engines.another_prompt import refuse_another_prompt
 
+from kvferry.applications.up.dialects import Dialect
+from kvferry.applications.up.servers import Server
 from kvferry.applications.up.supervision import free_ports
 from kvferry.control.registry_client import RegistryClient
 
@@ -100,6 +104,18 @@ class Deployment:
             if "kvferry.applications.up.together" not in line and ("--port", port) in pairwise(line):
                 return each.pid
         raise AssertionError(f"{name} does not run")
+
+    def refuse_another_prompt(self, dialect: Dialect, bootstrap_port: int = 0) -> None:
+        """The negative control, of the first prefill and the first decode server, which nobody else asks meanwhile."""
+        prefill, decode = (self.server(name)["url"] for name in ("prefill-0", "decode-0"))
+
+        def ask(url: str, body: dict[str, Any]) -> tuple[bool, str]:
+            answer = self.post(url, **body)
+            return answer.is_success, answer.text
+
+        logged = (self.logs / "decode-0.log").read_text
+        server = Server(prefill, "prefill-0", bootstrap_port)
+        refuse_another_prompt(dialect, server, partial(ask, prefill), partial(ask, decode), logged)
 
     def kill_and_compare(self, name: str, prompt: str, expected: str) -> None:
         """Kills a server and asks on: at most one request is tried again, and the server comes back."""

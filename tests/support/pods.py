@@ -284,6 +284,12 @@ class RunningPods:
 
     def ask(self, host: str, path: str, body: str | None = None, *, timeout_s: float = 60.0) -> str:
         """Asks a service or pod by its name, as a client that is in no pod; returns the answer of a success."""
+        succeeded, said = self.answer(host, path, body, timeout_s=timeout_s)
+        assert succeeded, f"{said}\n{self.said()}"
+        return said
+
+    def answer(self, host: str, path: str, body: str | None = None, *, timeout_s: float = 60.0) -> tuple[bool, str]:
+        """As `ask`; returns whether it was a success, and what was said."""
         hosts = host_names(self.manifests, {name: each.address for name, each in self.places.items()})
         (address,) = (address for address, names in hosts.items() if host in names)
         port = 8080 if host == "gateway" else 8000
@@ -292,8 +298,7 @@ class RunningPods:
         done = subprocess.run(
             [*self.node.enter, *curl, f"http://{address}:{port}{path}"], capture_output=True, text=True, check=False
         )
-        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{self.said()}"
-        return done.stdout
+        return done.returncode == 0, done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def said(self) -> str:
         """The ends of all logs."""

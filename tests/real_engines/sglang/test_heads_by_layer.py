@@ -16,6 +16,7 @@ import pytest
 from examples.tiny_model import MIMO_V2, MIMO_V2_EVEN, write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
+from tests.real_engines.sglang.pairs import refuse_another_prompt
 from tests.real_engines.sglang.windows import install
 
 from kvferry.applications.up.supervision import free_ports
@@ -80,8 +81,7 @@ def test_tokens_are_those_of_the_undivided_engine(
     prefill = engine("prefill", port, undivided.model, repair, prefill_tp)
     decode = engine("decode", port, undivided.model, repair, decode_tp)
     try:
-        prefill.started()
-        decode.started()
+        refuse_another_prompt(prefill.started(), decode.started(), port)
         rooms = [next(ROOMS) for _ in given]
         for each in (prefill, decode):
             each.submit(given, TOKENS, rooms=rooms, port=port)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.real_engines.alone import check_alone
+from tests.real_engines.another_prompt import refuse_another_prompt
 from tests.real_engines.sglang.engine import STUBS
 from tests.support.clones import ROOT
 from tests.support.manifests import rendered
 from tests.support.pods import image_of_this_environment, running
 
+from kvferry.applications.up.dialects import SglangDialect
+from kvferry.applications.up.servers import Server
+
 # Long, since CI has no minute left for it: vLLM's is like it, takes half as long, and is not.
 pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(900)]
 
 READY_S = 500.0
+PREFILL = Server("http://prefill-0.prefill:8000", "prefill-0", 8999)
 BODY = {"model": "/mnt/model", "prompt": "w5 w6 w7 w8 " * 20, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
@@ -29,5 +36,11 @@ def test_a_deployment_of_sglang_serves_and_ends_as_its_manifests_say(tmp_path: P
         assert answer["usage"]["completion_tokens"] == BODY["max_tokens"]
         assert deployed.metric("decode-0", "kvferry_transfers_total") == 1
         assert ("decode-0", "prefill-0", 9440) in deployed.flows()
+
+        def ask(host: str, body: dict[str, Any]) -> tuple[bool, str]:
+            return deployed.answer(host, "/v1/completions", json.dumps({**BODY, **body}))
+
+        asked = [partial(ask, host) for host in ("prefill-0.prefill", "decode-0.decode")]
+        refuse_another_prompt(SglangDialect(), PREFILL, *asked, deployed.running["decode-0"].said)
         assert deployed.closed_flows() == set()
         deployed.terminate()

@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
 )
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Output, Shape, disaggregated
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, assert_equal
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, assert_equal, refuse_another_prompt
 
 from kvferry.applications.up.supervision import free_ports
 
@@ -146,6 +146,7 @@ def two(model: Path, undivided: EngineProcess) -> Iterator[Two]:
     made = Two(model)
     for engine in made.engines:
         engine.started()
+    refuse_another_prompt(made.prefill, made.decode, made.ports[made.prefilling])
     yield made
     made.close()
 

@@ -122,6 +122,13 @@ def test_tokens_are_equal_behind_sglangs_server_in_rust(model: Path, undivided: 
             answers = list(threads.map(server.generate, given, rooms, [port] * len(given)))
         assert [each.status_code for each in answers] == [200] * len(given)
         assert_equal(pair.decode.outputs(), undivided.generate(given, TOKENS))
+        room = next(ROOMS)
+        pair.decode.submit(prompts(51, 1, shortest=100), TOKENS, rooms=[room], port=port)
+        told = server.generate(prompts(52, 1, shortest=100)[0], room, port)
+        (refused,) = pair.decode.outputs()
+        assert refused.tokens == (), "another prompt became an answer"
+        assert "another prompt" in (refused.error or "")
+        assert "another prompt" in told.text
     finally:
         pair.close()
         server.close()

@@ -89,6 +89,16 @@ def test_tokens_are_those_of_a_server_that_works_alone(deployment: Deployment, e
     assert deployment.health()["retries"] == 0
 
 
+def bootstrap_port_of(url: str) -> int:
+    port: int = httpx.get(f"{url}/server_info").json()["disaggregation_bootstrap_port"]
+    return port
+
+
+def test_another_prompt_on_the_prefill_side_never_becomes_an_answer(deployment: Deployment):
+    port = bootstrap_port_of(deployment.server("prefill-0")["url"])
+    deployment.refuse_another_prompt(SglangDialect(), port)
+
+
 def test_options_for_one_side_reach_that_side_alone(deployment: Deployment):
     health = deployment.health()
     prefill, decode = (httpx.get(f"{health[side][0]['url']}/server_info").json() for side in ("prefill", "decode"))
@@ -134,7 +144,7 @@ def test_a_prefill_server_that_is_told_to_end_first_hands_over_what_it_keeps(
     prefill, decode = deployment.server("prefill-0"), deployment.server("decode-0")
     body: dict[str, Any] = {"prompt": " ".join(f"w{token}" for token in GIVEN[1]), "max_tokens": TOKENS}
     body |= {"temperature": 0, "ignore_eos": True, "model": deployment.model}
-    port = httpx.get(f"{prefill['url']}/server_info").json()["disaggregation_bootstrap_port"]
+    port = bootstrap_port_of(prefill["url"])
     asked, kept = SglangDialect().asked(body, Server(prefill["url"], "prefill-0", port))
     with ThreadPoolExecutor(1) as caller:
         computed = caller.submit(deployment.post, prefill["url"], **asked)
@@ -163,7 +173,7 @@ def router(deployment: Deployment, tmp_path: Path) -> Iterator[str]:
     pytest.importorskip("sglang_router", reason="SGLang's router is not installed: pip install sglang-router")
     port, metrics_port = free_ports(2)
     prefill, decode = (deployment.health()[side][0]["url"] for side in ("prefill", "decode"))
-    bootstrap_port = httpx.get(f"{prefill}/server_info").json()["disaggregation_bootstrap_port"]
+    bootstrap_port = bootstrap_port_of(prefill)
     command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(metrics_port)]
     command += ["--prefill", prefill, str(bootstrap_port), "--decode", decode, "--worker-startup-check-interval", "1"]

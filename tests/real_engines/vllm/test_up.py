@@ -16,6 +16,8 @@ from tests.real_engines.vllm.engine import ENVIRONMENT
 from tests.support.gateways import GATEWAYS, Gateway
 from tests.support.waiting import eventually
 
+from kvferry.applications.up.dialects import VllmDialect
+
 pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
 
 OPTIONS = (
@@ -47,6 +49,10 @@ def test_curl_streams_a_completion(deployment: Deployment):
     events = deployment.events(prompt="w1 w2 w3 " * 40, max_tokens=5, ignore_eos=True)
     assert len(events) == 5
     assert "".join(event["choices"][0]["text"] for event in events).strip()
+
+
+def test_another_prompt_on_the_prefill_side_never_becomes_an_answer(deployment: Deployment):
+    deployment.refuse_another_prompt(VllmDialect())
 
 
 def test_options_for_one_side_reach_that_side_alone(deployment: Deployment):
