@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import psutil
 from tests.real_engines.alone import check_alone
+from tests.real_engines.sglang import overlapping
 from tests.real_engines.sglang.forking import FORKING
 
 START_S = 480.0
@@ -45,7 +46,6 @@ OPTIONS: Mapping[str, Any] = {
     "sampling_backend": "pytorch",
     "dtype": "float32",
     "disable_cuda_graph": True,
-    "disable_overlap_schedule": True,  # a prefill engine asks for events of CUDA's; those of a `Pair` get others
     "skip_tokenizer_init": True,
     "sleep_on_idle": True,  # else each scheduler takes a core of those that work
     "page_size": 16,
@@ -116,6 +116,7 @@ def _run(pipe: Connection, shape: Shape) -> None:
     try:
         from sglang.srt.entrypoints.engine import Engine
 
+        overlapping.register()  # SGLang itself lets nothing overlap where there are pipeline stages
         with nullcontext() if shape.spawns else _forking():
             engine = Engine(**{**OPTIONS, "model_path": str(shape.model), **shape.options})
     except BaseException:

@@ -38,12 +38,12 @@ class Pair:
             spawns: see `Shape`.
             page_sizes: tokens in a page of the prefill and of the decode engine.
             of_prefill: options of SGLang's, of the prefill engine alone.
-            options: likewise, of both engines, whose steps overlap if they do not say otherwise.
+            options: likewise, of both engines.
         """
         self.tampering = Tampering(directory)
         (self.port,) = free_ports(1)
         self._model, self._backend = model, backend
-        self._options = {"disable_overlap_schedule": False, **options}
+        self._options = options
         self._of_prefill = of_prefill or {}
         self._environment = {**self.tampering.environment, **(environment or {})}
         self._spawns = spawns
@@ -124,7 +124,8 @@ def assert_equal(found: Sequence[Output], expected: Sequence[tuple[int, ...]]) -
 def check_stages(model: Path, undivided: EngineProcess, side: str) -> None:
     """Two pipeline stages on one side, and one on the other, generate what the undivided engine does.
 
-    The control comes first: stages that do not agree on what became of it have unequal memory for the others.
+    The control comes first: stages that do not agree on what became of it have unequal memory for the others. Steps
+    overlap on the other side alone: SGLang switches that off where there are stages.
 
     Args:
         side: the one with two: prefill or decode.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.real_engines.sglang import plugins
+from tests.real_engines.sglang import overlapping, plugins
 
 DIRECTORY = "KVFERRY_TAMPERING"
 """The environment variable with the directory of those files."""
@@ -93,14 +93,6 @@ def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
     return -(-tokens // page_tokens)
 
 
-def let_steps_overlap_on_cpus() -> None:
-    """Gives SGLang, which asks for CUDA's events wherever it is, those of a CPU, for which nobody need wait."""
-    import torch
-
-    if not torch.cuda.is_available():
-        torch.cuda.Event = torch.cpu.Event  # type: ignore[misc, assignment]
-
-
 def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
     """Writes down how many tokens a scheduler can give to requests, and when that has changed."""
 
@@ -166,7 +158,7 @@ def register() -> None:
         return msgspec.msgpack.encode([bytes([first[0] ^ 1]) + first[1:], *others])
 
     let_checksums_run_on_cpus(note)
-    let_steps_overlap_on_cpus()
+    overlapping.register()
     HookRegistry.register(
         "sglang.srt.managers.scheduler.Scheduler.__init__",
         lambda _, scheduler, *__, **___: watch_tokens(scheduler, note),

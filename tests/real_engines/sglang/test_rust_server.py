@@ -15,6 +15,7 @@ import psutil
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
+from tests.real_engines.sglang import overlapping
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, START_S, STUBS, EngineProcess, Shape, flags
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 
@@ -110,7 +111,7 @@ def undivided(model: Path) -> Iterator[EngineProcess]:
 def test_tokens_are_equal_behind_sglangs_server_in_rust(model: Path, undivided: EngineProcess, tmp_path: Path):
     """Before, the start failed: "the bootstrap server at ... knows nothing of kvferry (status 404)"."""
     (port,) = free_ports(1)
-    server = RustServer(model, tmp_path / "server.log", port)
+    server = RustServer(model, tmp_path / "server.log", port, (overlapping.install(tmp_path / "overlapping"),))
     pair = Pair(model, tmp_path / "tampering")
     try:
         server.started()

@@ -18,6 +18,7 @@ import pytest
 from examples.tiny_model import write
 from tests.real_engines.deployment import READY_S, Deployment, deployed
 from tests.real_engines.prompts import prompts
+from tests.real_engines.sglang import overlapping
 from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, EngineProcess, Shape, flags
 from tests.support.waiting import eventually
 
@@ -61,7 +62,8 @@ def expected(model: Path) -> list[str]:
 
 
 def started(model: Path, logs: Path, *options: str) -> AbstractContextManager[Deployment]:
-    path = os.pathsep.join((str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
+    plugin = str(overlapping.install(logs / "overlapping"))
+    path = os.pathsep.join((plugin, str(STUBS), str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")))
     environment = {**ENVIRONMENT, "PYTHONPATH": path}
     return deployed(model, logs, ("--engine", "sglang", *SIDES, *options), ENGINE_OPTIONS, environment)
 
