@@ -1,4 +1,4 @@
-"""What tests of all engines take: a family's engines, as the module that asks builds them with its `Built`."""
+"""What tests of all engines take: a family's engines, as the module that asks builds them with its `Built`; notes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,22 @@ from typing import Any
 
 import pytest
 from tests.support.families import family_of
+
+NOTES = pytest.StashKey[list[str]]()
+
+
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """Keeps a line that is printed when all tests have run: what was seen, where nothing of it is asserted."""
+    return request.config.stash.setdefault(NOTES, []).append
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    notes = config.stash.get(NOTES, [])
+    if notes:
+        terminalreporter.section("what was seen")
+        for line in sorted(notes):
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module")
