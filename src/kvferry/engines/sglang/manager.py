@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -43,6 +44,12 @@ from kvferry.errors import TransferError, UnknownRoomError, UsageError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
+
+_ONE_IS_VERIFIED = (
+    "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first tensor-parallel "
+    "rank, so that the first of %d ranks alone is verified, and only where the other side has as many. "
+    "KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory"
+)
 
 
 class KVFerryManager(CommonKVManager):  # type: ignore[misc]
@@ -94,19 +101,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.attn_dp_rank = self.place.coordinates.dp_rank
         self.is_dummy_cp_rank = False  # ranks that hold the same take turns: SGLang would have the first one send
         if get_disagg().disaggregation_enable_kv_checksum and self.attn_tp_size > 1 and self.attn_tp_rank == 0:
-            log.warning(
-                "--disaggregation-enable-kv-checksum: SGLang's checksum comes with the first token, from the first "
-                "tensor-parallel rank, so that the first of %d ranks alone is verified, and only where the other side "
-                "has as many. KVFERRY_CHECKSUMS=1 on the decode side verifies all, where caches are in CPU memory",
-                self.attn_tp_size,
-            )
+            log.warning(_ONE_IS_VERIFIED, self.attn_tp_size)
         self._settings = settings_beside(
             envs.SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT.get(), envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
         )
         self.caches = rank_caches(args, server_args, self.place)
         self.supports_host_destination = self.caches.has_host_pool
-        self._fingerprint = self.caches.fingerprint
-        self.weights = Weights(self._fingerprint["weights"])
+        self.weights = Weights(self.caches.fingerprint["weights"])
         self.device_events = DeviceEvents(partial(bind_thread, self.caches.layout.device))
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
@@ -157,12 +158,12 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             KVFerryError: as `Endpoint.renew`.
         """
         said = self.weights.said
-        if said == self._fingerprint["weights"]:
+        if said == self.caches.fingerprint["weights"]:
             return
-        self._fingerprint = {**self._fingerprint, "weights": said}
+        self.caches = replace(self.caches, fingerprint={**self.caches.fingerprint, "weights": said})
         for endpoint in () if self.is_released else self._endpoints:
             side = "prefill" if endpoint is self._prefill else "decode"
-            endpoint.renew(self._fingerprint, f"the {side} server's weights were replaced while it ran")
+            endpoint.renew(self.caches.fingerprint, f"the {side} server's weights were replaced while it ran")
 
     def teardown(self) -> None:
         """Ends what the manager has, before SGLang makes one for the server's other role.
@@ -241,7 +242,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 coordinates=self.place.coordinates,
                 settings=where,
                 host_registry=False,
-                fingerprint=self._fingerprint,
+                fingerprint=self.caches.fingerprint,
             )
             return
         if self._decode is not None:
@@ -264,7 +265,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             coordinates=coordinates,
             settings=self._settings,
             registry=self.prefill_servers.directory,
-            fingerprint=self._fingerprint,
+            fingerprint=self.caches.fingerprint,
         )
 
     def _close_endpoints(self) -> None:
