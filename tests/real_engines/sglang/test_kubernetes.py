@@ -40,7 +40,7 @@ def test_a_deployment_of_sglang_serves_and_ends_as_its_manifests_say(tmp_path: P
         def ask(host: str, body: dict[str, Any]) -> tuple[bool, str]:
             return deployed.answer(host, "/v1/completions", json.dumps({**BODY, **body}))
 
-        asked = [partial(ask, host) for host in ("prefill-0.prefill", "decode-0.decode")]
-        refuse_another_prompt(SglangDialect(), PREFILL, *asked, deployed.running["decode-0"].said)
+        prefill, decode = (partial(ask, host) for host in ("prefill-0.prefill", "decode-0.decode"))
+        refuse_another_prompt(SglangDialect(), PREFILL, prefill, decode, deployed.running["decode-0"].said)
         assert deployed.closed_flows() == set()
         deployed.terminate()
