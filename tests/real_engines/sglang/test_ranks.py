@@ -446,7 +446,7 @@ def test_pages_are_kept_until_nobody_writes(pair: Pair, monkeypatch: pytest.Monk
     request.ask()
     wait(request.sent, KVPoll.WaitingForInput)
     (receiver,), (manager,) = request.receivers, pair.decode.managers
-    monkeypatch.setattr(type(receiver._transfer), "pages_reusable", property(lambda _: False))
+    monkeypatch.setattr(type(receiver.transfer), "pages_reusable", property(lambda _: False))
     receiver.abort()
     assert receiver.poll() == KVPoll.Failed  # SGLang hears of it at once, and keeps the pages
     with pytest.raises(KVTransferError):
@@ -467,10 +467,10 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
     wait(request.sent, KVPoll.WaitingForInput)
     (receiver,) = request.receivers
     with monkeypatch.context() as held:
-        held.setattr(type(receiver._transfer), "pages_reusable", property(lambda _: False))
+        held.setattr(type(receiver.transfer), "pages_reusable", property(lambda _: False))
         request.senders[0].abort()
         deadline = time.monotonic() + WAIT_S
-        while receiver._transfer is None or not receiver._transfer.state.is_final:
+        while receiver.transfer is None or not receiver.transfer.state.is_final:
             assert time.monotonic() < deadline
             time.sleep(0.002)
         assert receiver.poll() == KVPoll.Transferring
@@ -500,8 +500,8 @@ def test_engines_that_cannot_work_together_say_so_on_both_sides(pair: Pair, chan
         receiver.send_metadata(np.arange(3, dtype=np.int32), 0, state)
     assert_fails(lambda: [receiver.poll()], [receiver], words)
     assert_fails(lambda: [sender.poll()], [sender], f"decode rank 0 of 'sglang-decode' refused it: .*({words})")
-    assert sender._transfer is not None
-    assert sender._transfer.pages_reusable
+    assert sender.transfer is not None
+    assert sender.transfer.pages_reusable
 
 
 @pytest.mark.parametrize("how", ["abort", "clear"])

@@ -132,7 +132,7 @@ def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def broken_in_0_33() -> tuple[str, ...]:
-    return Contract("vLLM", (), (*contract.hook_lines(), *contract._since_0_33())).broken()
+    return Contract("vLLM", (), (*contract.hook_lines(), *contract.since_0_33())).broken()
 
 
 def test_what_is_new_in_0_33_as_it_is(newer: Any):

@@ -24,7 +24,11 @@ from kvferry.errors import EngineContractError, EngineEndedError, KVFerryError, 
 
 @completed
 class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
-    """Made and called by SGLang's scheduler. Nothing here waits."""
+    """Made and called by SGLang's scheduler. Nothing here waits.
+
+    Attributes:
+        transfer: fetches the request's cache; None before it is asked for.
+    """
 
     kv_mgr: KVFerryManager
     conclude_state: int | None
@@ -34,7 +38,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._room = bootstrap_room
         number = None if bootstrap_room is None else mgr.number_of(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, number)
-        self._transfer: Receiver | JointReceiver | None = None
+        self.transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._aux_index: int | None = None
         self._engine = ""
@@ -135,7 +139,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             rings=self.kv_mgr.caches.rings,
             tokens=self._prompt.tokens,
         )
-        self._transfer = endpoint.open(
+        self.transfer = endpoint.open(
             self.bootstrap_room,
             {**own, **whole, **states},
             engine=self._engine,
@@ -146,7 +150,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             tokens=self._prompt.tokens if self._counts_tokens(place) else None,
             depends_on=self._prompt.depends_on,
         )
-        self.kv_mgr.receives(self.bootstrap_room, self._transfer)
+        self.kv_mgr.receives(self.bootstrap_room, self.transfer)
 
     def _open_apart(self, host_pages: NDArray[Any], state_indices: list[Any] | None) -> None:
         """Opens the room at both endpoints of a rank with HiSparse.
@@ -177,7 +181,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             )
 
         joint = JointReceiver([open_at(self.kv_mgr.host, {KV_GROUP: GroupPages(host_pages)})])
-        self._transfer = joint  # from here on host pages may be written to, whatever comes of the others
+        self.transfer = joint  # from here on host pages may be written to, whatever comes of the others
         self.kv_mgr.receives(self.bootstrap_room, joint)
         try:
             joint.parts.append(open_at(self.kv_mgr.decode, {KV_GROUP: GroupPages(of_tokens[0]), **states}))
@@ -187,11 +191,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer. On success the first token is in SGLang's metadata buffers."""
-        if self.conclude_state is None and self._transfer is None:
+        if self.conclude_state is None and self.transfer is None:
             self._look()
         if self.conclude_state is not None:
             return int(self.conclude_state)
-        transfer, room = self._transfer, self.bootstrap_room
+        transfer, room = self.transfer, self.bootstrap_room
         status = self.kv_mgr.request_status.get(room, KVPoll.Failed)
         if transfer is not None and transfer.state is not self._seen and status != KVPoll.Failed:
             state = transfer.state
@@ -242,16 +246,16 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
         SGLang calls it for failures, and `abort` does.
         """
-        give_up(self._transfer, "SGLang gave the request up")
+        give_up(self.transfer, "SGLang gave the request up")
         self._refuse("SGLang gave the request up before it had pages for it")
-        self.abort_notified = self._transfer is not None
+        self.abort_notified = self.transfer is not None
 
     def clear(self) -> None:
         """Forgets the request, which SGLang is done with. From then on the room's number may be another request's."""
         super().clear()
         if self._room is not None:
             self.kv_mgr.rooms.free(self._room, self)
-        give_up(self._transfer, "SGLang is through with the request")
+        give_up(self.transfer, "SGLang is through with the request")
         self._refuse("SGLang is through with the request, and never had pages for it")
         self.kv_mgr.received(self.bootstrap_room)
         self._owns_bootstrap_room = False
@@ -259,12 +263,12 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     @property
     def is_over(self) -> bool:
         """Whether SGLang is done with the request, or it has its cache."""
-        has_cache = self._transfer is not None and self._transfer.state is TransferState.SUCCESS
+        has_cache = self.transfer is not None and self.transfer.state is TransferState.SUCCESS
         return has_cache or not self._owns_bootstrap_room
 
     def is_abort_release_safe(self) -> bool:
         """Whether no write can reach the pages any more."""
-        return self._transfer is None or self._transfer.pages_reusable
+        return self.transfer is None or self.transfer.pages_reusable
 
     def _counts_tokens(self, place: Placement) -> bool:
         """Whether pages alone do not say what is missing here."""
@@ -294,7 +298,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _refuse(self, reason: str) -> None:
         """Tells the prefill server, once, that a room that was not opened never will be."""
-        if self._transfer is None and self._owns_bootstrap_room and not self._has_refused:
+        if self.transfer is None and self._owns_bootstrap_room and not self._has_refused:
             self._has_refused = True
             dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang sets it with `init`
             self.kv_mgr.prefill_servers.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)

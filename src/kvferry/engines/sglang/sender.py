@@ -64,7 +64,11 @@ class _Chunk:
 
 @completed
 class KVFerrySender(CommonKVSender):  # type: ignore[misc]
-    """Made and called by SGLang's scheduler. Nothing here waits."""
+    """Made and called by SGLang's scheduler. Nothing here waits.
+
+    Attributes:
+        transfer: sends the request's cache; None where the room could not be opened.
+    """
 
     kv_mgr: KVFerryManager
     aux_index: int
@@ -83,7 +87,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._room = bootstrap_room
         number = mgr.number_of(bootstrap_room, self)
         super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
-        self._transfer: Sender | None = None
+        self.transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
         # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
         self._lock = threading.Lock()
@@ -113,14 +117,14 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         """Opens the room."""
         room = self.bootstrap_room
         try:
-            self._transfer = self.kv_mgr.prefill.open(room, depends_on=self._depends_on)
+            self.transfer = self.kv_mgr.prefill.open(room, depends_on=self._depends_on)
         except KVFerryError as error:
             self._refuse(str(error))
             return
         if self.kv_mgr.request_status.get(room) == KVPoll.Failed:  # SGLang has refused it
-            self._transfer.abort(self.kv_mgr.failure_records.get(room, "SGLang refused the request"))
+            self.transfer.abort(self.kv_mgr.failure_records.get(room, "SGLang refused the request"))
         elif self.kv_mgr.stock_peers is not None and (reason := self.kv_mgr.stock_peers.take(room)):
-            self._transfer.abort(reason)
+            self.transfer.abort(reason)
 
     def _refuse(self, reason: str) -> None:
         self.kv_mgr.prefill.refuse(self.bootstrap_room, reason)
@@ -137,7 +141,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
         SGLang hands in, and digests, only what follows.
         """
-        held = self._transfer.prefix_tokens if self._transfer is not None else None
+        held = self.transfer.prefix_tokens if self.transfer is not None else None
         page_tokens = self.kv_mgr.place.page_tokens
         self._prefix_pages = (held or 0) // page_tokens
         return self._prefix_pages * page_tokens
@@ -154,7 +158,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         Args:
             indices_event: after it the device has written the page numbers; None if they are there.
         """
-        if self._transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+        if self.transfer is None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return
         chunk = _Chunk(kv_indices, state_indices, may_end=self._early_send_wait_event is None, step=self._step)
         self._step = None
@@ -175,19 +179,19 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def _computed(self, chunk: _Chunk, problem: Exception | None) -> None:
         """Hands in a chunk that came early, unless it has left with others since. On the thread of the events."""
         with self._lock:
-            if not self._early or self._early[0] is not chunk or self._transfer is None:
+            if not self._early or self._early[0] is not chunk or self.transfer is None:
                 return
             if problem is None:
                 self._hand_in(self._early.popleft())
             else:
                 self._early.clear()
-                self._transfer.abort(f"the device failed: {problem}")
+                self.transfer.abort(f"the device failed: {problem}")
 
     # ---- layers of a step, which may leave before SGLang hands its pages in -------------------------------------
 
     def begin_step(self, pages: NDArray[Any], ready: DeviceEvent | None) -> bool:
         """Takes the pages that the next step will compute; see `StepSender.begin_step`."""
-        if self._transfer is None or self._step is not None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
+        if self.transfer is None or self._step is not None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return False
         self._step = _Step(pages, ready)
         return True
@@ -206,13 +210,13 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     def give_step_up(self, reason: str) -> None:
         """Ends the transfer if layers of the step have left."""
         with self._lock:
-            if self._step is not None and self._step.left and self._transfer is not None:
-                self._transfer.abort(reason)
+            if self._step is not None and self._step.left and self.transfer is not None:
+                self.transfer.abort(reason)
 
     def _send_layers(self, step: _Step, ranges: int, problem: Exception | None) -> None:
         """Sends what has not left of the first ranges of layers. On the scheduler's thread, or that of the events."""
         with self._lock:
-            transfer = self._transfer
+            transfer = self.transfer
             if transfer is None or step.is_over or self._early or ranges <= step.left:
                 return  # with what waits to be handed in before them, layers leave when the step is over
             if problem is not None:
@@ -268,7 +272,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def _hand_in(self, chunk: _Chunk) -> None:
         """Hands in the next pages, and with the last ones all the rest. Must be called with the lock."""
-        assert self._transfer is not None
+        assert self.transfer is not None
         pages = page_numbers(chunk.pages)  # copied where they are kept
         is_last = chunk.may_end and self.curr_idx + len(pages) == self.num_kv_indices
         aux = None
@@ -287,9 +291,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                     tokens=self._tokens,
                 )
                 aux = self.kv_mgr.metadata_rows.read(self.aux_index)
-            self._transfer.submit(groups, last=is_last, aux=aux, layers=layers, token_part=self._token_part)
+            self.transfer.submit(groups, last=is_last, aux=aux, layers=layers, token_part=self._token_part)
         except KVFerryError as error:
-            self._transfer.abort(str(error))
+            self.transfer.abort(str(error))
             self._fail(str(error))
         self.curr_idx += len(pages)
 
@@ -298,7 +302,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         if self._opens_later and not self.kv_mgr.is_released:
             self._opens_later = False
             self._open()
-        if self._transfer is not None and self._transfer.state is not self._seen:
+        if self.transfer is not None and self.transfer.state is not self._seen:
             self._look()
         return self._conclude(self.kv_mgr.check_status)
 
@@ -324,8 +328,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def get_transfer_metric(self) -> KVTransferMetric:
         """Returns how much was transferred, and how long that took."""
-        if self._transfer is not None:
-            writes = self._transfer.stats.writes
+        if self.transfer is not None:
+            writes = self.transfer.stats.writes
             self._transfer_metric.transfer_total_bytes = sum(each.total_bytes for each in writes)
             if writes:
                 begun = min(each.submitted_at for each in writes)
@@ -339,11 +343,11 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             if self._step is not None:
                 self._step.is_over = True
                 self._step = None
-            give_up(self._transfer, reason)
+            give_up(self.transfer, reason)
 
     def _look(self) -> None:
         """Copies the transfer's state to the manager's table, where SGLang's own code reads it, once it has changed."""
-        transfer = self._transfer
+        transfer = self.transfer
         if transfer is None or transfer.state is self._seen or self.conclude_state is not None:
             return
         if self.bootstrap_room not in self.kv_mgr.request_status:

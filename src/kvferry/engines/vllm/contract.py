@@ -328,7 +328,8 @@ _IN_0_32 = Mentions(
 )
 
 
-def _since_0_33() -> Iterator[Line]:
+def since_0_33() -> Iterator[Line]:
+    """Yields what vLLM has, and calls, from 0.33 on."""
     for name, parameters in _NEW_IN_0_33.items():
         yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     worker = "vllm.v1.worker.gpu_worker:Worker"
@@ -473,7 +474,7 @@ def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[
 CONTRACTS = (
     _contract("0.31.0", _NEW_IN_0_32, (_UNTIL_0_33,)),
     _contract("0.32.0", more=(_UNTIL_0_33, *_context_parallelism(), _IN_0_32, *_cache_hit_source())),
-    _contract("0.33.0", more=(*_since_0_33(), *_context_parallelism())),
+    _contract("0.33.0", more=(*since_0_33(), *_context_parallelism())),
 )
 """What holds wherever vLLM runs, in each version that was tried."""
 
