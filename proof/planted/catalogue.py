@@ -304,7 +304,7 @@ CATALOGUE = (
     PlantedFault(
         "a prefill rank on a GPU can be found while graphs are captured",
         "engines/vllm/worker.py",
-        "announces=not captures_graphs,",
+        "announces=layout.device.kind is not MemoryKind.VRAM,",
         "announces=True,",
         "tests/unit/engines/test_vllm_worker.py",
     ),
