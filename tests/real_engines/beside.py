@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 BACKENDS = ("nixl", "kvferry")
 """The engine's own, and ours. Of the first nothing is asserted but that it was really tried."""
+
+Note: TypeAlias = Callable[[str], None]
+"""The fixture `note`."""
 
 
 @dataclass(frozen=True, slots=True)

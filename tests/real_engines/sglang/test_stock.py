@@ -6,12 +6,11 @@ is printed at the end (see `Answers`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tests.real_engines.beside import BACKENDS, Answers
+from tests.real_engines.beside import BACKENDS, Answers, Note
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang import main_memory
 from tests.real_engines.sglang.engine import EngineProcess, Output
@@ -21,8 +20,6 @@ from tests.real_engines.sglang.test_changing_servers import model, newer, undivi
 pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(1800)]
 
 __all__ = ["model", "newer", "undivided"]  # fixtures
-
-Note = Callable[[str], None]
 
 TIMEOUT_S = 40
 """Of SGLang's, on what waits for the other side; 300 by default."""
@@ -34,12 +31,12 @@ LIMIT_S = 60.0
 class Served:
     """A prefill and a decode engine with one backend."""
 
-    def __init__(self, backend: str, model: Path, directory: Path, **options: Any) -> None:
+    def __init__(self, backend: str, model: Path, directory: Path) -> None:
         limits = ("SGLANG_DISAGGREGATION_BOOTSTRAP_TIMEOUT", "SGLANG_DISAGGREGATION_WAITING_TIMEOUT")
-        environment = {**dict.fromkeys(limits, str(TIMEOUT_S)), **options.pop("environment", {})}
+        environment = dict.fromkeys(limits, str(TIMEOUT_S))
         self.backend, self.is_ours = backend, backend == "kvferry"
         own = main_memory.install(directory)
-        self.pair = Pair(model, own, backend=backend, environment=environment, spawns=not self.is_ours, **options)
+        self.pair = Pair(model, own, backend=backend, environment=environment, spawns=not self.is_ours)
 
     def started(self) -> Served:
         """Waits until both serve; the negative control is asserted of ours alone."""
@@ -50,24 +47,18 @@ class Served:
             self.pair.decode.started()
         return self
 
-    def run(
-        self, there: Sequence[Sequence[int]], here: Sequence[Sequence[int]], rooms: Sequence[int]
-    ) -> list[Output | None]:
-        """What the decode engine answers.
-
-        Args:
-            there: what the prefill engine is asked.
-            here: what the decode engine is asked, in as many rooms as are named.
-        """
-        self.pair.prefill.submit(there, TOKENS, rooms=rooms[: len(there)], port=self.pair.port, apart=True)
-        self.pair.decode.submit(here, TOKENS, rooms=rooms, port=self.pair.port, apart=True)
-        ended(self.pair.prefill, len(there))
-        return ended(self.pair.decode, len(here))
+    def run(self, given: Sequence[Sequence[int]]) -> list[Output | None]:
+        """What the decode engine answers, asked the same as the prefill engine."""
+        rooms = [next(ROOMS) for _ in given]
+        for engine in (self.pair.prefill, self.pair.decode):
+            engine.submit(given, TOKENS, rooms=rooms, port=self.pair.port, apart=True)
+        ended(self.pair.prefill, len(given))
+        return ended(self.pair.decode, len(given))
 
     def check(self, alone: EngineProcess, seed: int) -> None:
         """It serves as long as nothing changes."""
         given = prompts(seed, 4, shortest=100, longest=300)
-        found = tokens(self.run(given, given, new_rooms(given)))
+        found = tokens(self.run(given))
         assert found == alone.generate(given, TOKENS)
 
     def judge(self, found: Answers) -> None:
@@ -88,10 +79,6 @@ def served(request: pytest.FixtureRequest, model: Path, alone: EngineProcess, tm
         yield made.started()
     finally:
         made.pair.close()
-
-
-def new_rooms(given: Sequence[Sequence[int]]) -> list[int]:
-    return [next(ROOMS) for _ in given]
 
 
 def ended(engine: EngineProcess, count: int) -> list[Output | None]:
@@ -115,7 +102,7 @@ def test_weights_are_replaced_on_the_prefill_side_alone(
     given = prompts(34, 4, shortest=100, longest=300)
     old = alone.generate(given, TOKENS)
     update(served.pair.prefill, newer)
-    found = served.run(given, given, new_rooms(given))
+    found = served.run(given)
     update(alone, newer)
     new = alone.generate(given, TOKENS)
     update(alone, model)

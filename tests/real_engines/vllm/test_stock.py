@@ -7,13 +7,13 @@ is printed at the end (see `Answers`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from examples.tiny_model import write
-from tests.real_engines.beside import BACKENDS, Answers
+from tests.real_engines.beside import BACKENDS, Answers, Note
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.adapters import write_adapter
 from tests.real_engines.vllm.engine import EngineError
@@ -25,8 +25,6 @@ from tests.real_engines.vllm.test_queues import LONG, SMALL_MIB, computed
 from kvferry.applications.up.supervision import free_ports
 
 pytestmark = [pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(900)]
-
-Note = Callable[[str], None]
 
 LIMIT_S = 60.0
 """For how long an answer is waited for."""
@@ -90,6 +88,14 @@ class Served:
         """Asserts what is asserted of ours."""
         assert not self.is_ours or (found.wrong, found.unfinished) == (0, 0), (found, self.pair.said)
 
+    def tell(
+        self, note: Note, what: str, found: Sequence[tuple[int, ...] | None], right: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Notes what was answered, and judges it."""
+        answers = Answers.of(found, right)
+        note(f"{what}: {self.backend}: {answers}")
+        self.judge(answers)
+
 
 def serve(setup: str, backend: str, directory: Path) -> Served:
     if setup == "hybrid":
@@ -151,10 +157,8 @@ def test_weights_are_replaced_on_both_sides_between_offer_and_fetch(served: Serv
     later = [served.pair.decode.generate([prompt], COUNT)[0] for prompt in each]
     for engine in served.everybody:
         load(engine, str(served.model))
-    for when, found in (("at once", at_once), ("later, by the decode engine alone", later)):
-        answers = Answers.of(found, after)
-        note(f"1, weights replaced between offer and fetch, {when}: {served.backend}: {answers}")
-        served.judge(answers)
+    served.tell(note, "1, weights replaced between offer and fetch, at once", at_once, after)
+    served.tell(note, "1, later, by the decode engine alone", later, after)
     assert not served.is_ours or later == after
 
 
@@ -175,10 +179,8 @@ def test_an_adapter_is_replaced_on_both_sides(served: Served, note: Note):
         served.fetched(each, f"anew-{n}", offered(pair, each, f"anew-{n}", "a"), "a")
         for n, each in enumerate((prompt, third))
     ]
-    for when, found in (("at once", at_once), ("later, computed anew", later)):
-        answers = Answers.of(found, right)
-        note(f"2, adapter replaced between offer and fetch, {when}: {served.backend}: {answers}")
-        served.judge(answers)
+    served.tell(note, "2, adapter replaced between offer and fetch, at once", at_once, right)
+    served.tell(note, "2, later, computed anew", later, right)
     assert not served.is_ours or later == right
 
 
