@@ -81,6 +81,7 @@ def registration(number: int) -> RankRegistration:
         coordinates=RankCoordinates(tp_rank=rank, tp_size=ENGINE_RANKS),
         control_address=f"tcp://10.0.{engine % 250}.{rank}:40000",
         layout_digest="5f0c9a6be1d23a47",
+        started_at=0.0,
         protocol_version=1,
     )
 

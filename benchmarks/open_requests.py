@@ -75,6 +75,7 @@ def ready_link(receiver: RankCoordinates, layout: RankLayout, sources: dict[Rank
             coordinates=each,
             control_address=f"tcp://p{each.engine_rank}:1",
             layout_digest="-",
+            started_at=0.0,
             protocol_version=PROTOCOL_VERSION,
         )
         for each in sources

@@ -92,6 +92,7 @@ def registration(number: int, prefills: int) -> RankRegistration:
         coordinates=RankCoordinates(tp_rank=number, tp_size=prefills),
         control_address=prefill_name(number),
         layout_digest="1",
+        started_at=0.0,
         protocol_version=SPOKEN.oldest,
         newest_protocol_version=SPOKEN.newest,
     )

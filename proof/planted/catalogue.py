@@ -387,6 +387,13 @@ CATALOGUE = (
     ),
     # ---- control
     PlantedFault(
+        "of two starts of a rank the one that asks last has the place",
+        "control/registration_rules.py",
+        "(registration.started_at, registration.incarnation) < (held.started_at, held.incarnation)",
+        "False",
+        "tests/unit/control/test_leases.py",
+    ),
+    PlantedFault(
         "a process number in use again counts as the process that had it",
         "control/process_identity.py",
         "return self.has_ended or self.started != process.started",

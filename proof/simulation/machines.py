@@ -333,6 +333,9 @@ class SimulatedPlatform(Platform):
     def now(self) -> float:
         return self._clock() + self.skew_s
 
+    def unix_time(self) -> float:
+        return self._clock()
+
     def random_bits(self, count: int) -> int:
         self.last_bits = self._chance.getrandbits(count)
         return self.last_bits

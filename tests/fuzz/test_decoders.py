@@ -49,6 +49,7 @@ REGISTRATION = RankRegistration(
     coordinates=RankCoordinates(tp_rank=1, tp_size=2),
     control_address="tcp://127.0.0.1:1",
     layout_digest="digest",
+    started_at=0.0,
     protocol_version=3,
 )
 ANSWERS: list[tuple[type[Any], Any]] = [

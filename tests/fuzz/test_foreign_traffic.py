@@ -33,6 +33,7 @@ BODIES = [
             coordinates=RankCoordinates(),
             control_address="tcp://127.0.0.1:1",
             layout_digest="digest",
+            started_at=0.0,
             protocol_version=PROTOCOL_VERSION,
         )
     ),

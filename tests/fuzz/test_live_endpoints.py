@@ -105,6 +105,7 @@ class HostilePrefillRank:
             coordinates=RankCoordinates(),
             control_address=f"tcp://127.0.0.1:{port}",
             layout_digest="digest",
+            started_at=0.0,
             protocol_version=PROTOCOL_VERSION,
         )
 

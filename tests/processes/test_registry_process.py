@@ -48,6 +48,7 @@ def registration(incarnation: str = "first") -> RankRegistration:
         coordinates=RankCoordinates(),
         control_address="tcp://127.0.0.1:40000",
         layout_digest="digest",
+        started_at=0.0,
         protocol_version=1,
     )
 

@@ -27,7 +27,7 @@ import kvferry.control.registry_client as registry_client
 
 sys.setswitchinterval(1e-6)
 rank = {"engine": "e", "incarnation": "i", "coordinates": {}, "control_address": "tcp://127.0.0.1:1"}
-rank |= {"layout_digest": "d", "protocol_version": 1}
+rank |= {"layout_digest": "d", "started_at": 0.0, "protocol_version": 1}
 body = msgspec.json.encode({"engines": [{"engine": "e", "world_size": 1, "registrations": [rank]}]})
 for _ in range(60):
     for module in (parallel, registrations, registry_messages, registry_client):

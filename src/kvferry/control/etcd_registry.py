@@ -58,9 +58,9 @@ from kvferry.control.etcd_messages import (
 )
 from kvferry.control.registration_rules import (
     check_agreement,
+    check_is_newest,
     refuse_drain,
     refuse_release,
-    replaced_by,
     unknown,
     view_of,
 )
@@ -98,20 +98,8 @@ _TOLD_TO_DRAIN_S = 3600  # how long an operator's word waits for ranks that do n
 _DRAINING = "draining/"  # begins the keys of these words, behind the engine's
 
 
-class _Record(msgspec.Struct, frozen=True):
-    """The value of a rank's key.
-
-    Attributes:
-        registration: what the rank has registered.
-        replaced: the incarnations of the rank that this one has replaced, the latest last.
-    """
-
-    registration: RankRegistration
-    replaced: tuple[str, ...] = ()
-
-
 # Made here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
-_RECORD = msgspec.json.Decoder(_Record)
+_REGISTRATION = msgspec.json.Decoder(RankRegistration)
 _ABSENT = KeyValue()
 
 
@@ -120,7 +108,7 @@ class _Held:
     """A rank's key as it was read, with what it means."""
 
     entry: KeyValue
-    record: _Record
+    registration: RankRegistration
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +171,7 @@ class EtcdRegistry(Registry):
         self.members = EtcdMembers(address, access)
         self.root = f"{address.prefix}/v{API_VERSION}/"
         self._lock = threading.Lock()
-        self._written: dict[str, _Record] = {}  # by the keys of ranks that this process has registered
+        self._written: dict[str, RankRegistration] = {}  # by the keys of ranks that this process has registered
         self._epochs: dict[str, _Epoch] = {}  # by engine
         self._told_to_drain: set[str] = set()  # endpoints that were registered here
         self._watchers: list[OnChange] = []
@@ -223,7 +211,7 @@ class EtcdRegistry(Registry):
         self._written.pop(key, None)
         for _ in range(_MOST_TRIES):
             held = _held(self._range(key), key)
-            if held is None or held.record.registration.incarnation != incarnation:
+            if held is None or held.registration.incarnation != incarnation:
                 return False
             if self._commit([unchanged(key, held.entry)], [{"request_delete_range": {"key": encoded(key)}}]):
                 return True
@@ -319,12 +307,11 @@ class EtcdRegistry(Registry):
     def _renew(self, registration: RankRegistration) -> _Hold | None:
         """Renews what this process has registered; None if it is not there any more as it was."""
         key, engine_key = self._keys(registration)
-        record = self._written.get(key)
-        if record is None or record.registration != registration:
+        if self._written.get(key) != registration:
             return None
         told_key = self._draining_key(registration.engine, registration.incarnation)
         reads = [{"request_range": {"key": encoded(each), "keys_only": True}} for each in (key, engine_key, told_key)]
-        body = {"compare": [has_value(key, msgspec.json.encode(record))], "success": reads}
+        body = {"compare": [has_value(key, msgspec.json.encode(registration))], "success": reads}
         answer = self.members.ask("kv/txn", body, Transaction)
         if not answer.succeeded:
             return None
@@ -346,15 +333,15 @@ class EtcdRegistry(Registry):
             self._told_to_drain.add(registration.incarnation)
         ranks = self._ranks(entries).get(engine, {})
         held = ranks.get(rank)
-        replaced = () if held is None else replaced_by(registration, held.record.registration, held.record.replaced)
-        other = next((each.record.registration for number, each in ranks.items() if number != rank), None)
+        if held is not None:
+            check_is_newest(registration, held.registration)
+        other = next((each.registration for number, each in ranks.items() if number != rank), None)
         if other is not None:
             check_agreement(registration, other, self._lease_s)
-        record = _Record(registration, replaced)
         own, of_engine = entries.get(key, _ABSENT), entries.get(engine_key, _ABSENT)
         lease = of_engine.lease or self._granted()
         compared = [unchanged(key, own), unchanged(engine_key, of_engine)]
-        writes = [put(key, msgspec.json.encode(record), lease)]
+        writes = [put(key, msgspec.json.encode(registration), lease)]
         if other is None:
             compared += none_but(key, folder + "ranks/")
         if other is None or not of_engine.lease:
@@ -367,7 +354,7 @@ class EtcdRegistry(Registry):
             hold = self._kept_alive(lease)
         except EtcdLeaseNotFoundError:
             return None
-        self._written[key] = record
+        self._written[key] = registration
         return hold
 
     def _kept_alive(self, lease: int) -> _Hold | None:
@@ -495,8 +482,8 @@ class EtcdRegistry(Registry):
         found: dict[str, dict[int, _Held]] = {}
         for key in entries:
             held = _held(entries, key) if "/ranks/" in key else None
-            if held is not None and self._keys(held.record.registration)[0] == key:
-                registration = held.record.registration
+            if held is not None and self._keys(held.registration)[0] == key:
+                registration = held.registration
                 found.setdefault(registration.engine, {})[registration.engine_rank] = held
         return found
 
@@ -523,14 +510,14 @@ def _held(entries: Mapping[str, KeyValue], key: str) -> _Held | None:
     if entry is None:
         return None
     try:
-        return _Held(entry, _RECORD.decode(entry.value))
+        return _Held(entry, _REGISTRATION.decode(entry.value))
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, KVFerryError) as problem:
         log.warning("what the registry has at %r is no registration, and counts as none: %s", key, quoted(problem))
         return None
 
 
 def _view(engine: str, ranks: Mapping[int, _Held], told_to_drain: Collection[str]) -> EngineView:
-    return view_of(engine, (held.record.registration for held in ranks.values()), told_to_drain)
+    return view_of(engine, (held.registration for held in ranks.values()), told_to_drain)
 
 
 def _told_to_drain(entries: Iterable[str]) -> frozenset[str]:

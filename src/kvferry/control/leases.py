@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 
 from kvferry.control.registration_rules import (
     check_agreement,
+    check_is_newest,
     named,
     refuse_drain,
     refuse_release,
-    replaced_by,
     unknown,
     view_of,
 )
@@ -72,13 +72,11 @@ class _Lease:
     Attributes:
         turn_at: when it is to renew.
         expires_at: when it is forgotten if it does not.
-        replaced_incarnations: those that the rank had before.
     """
 
     registration: RankRegistration
     turn_at: float
     expires_at: float
-    replaced_incarnations: tuple[str, ...]
 
 
 @dataclass(slots=True)
@@ -182,9 +180,8 @@ class Leases:
         name, rank = registration.engine, registration.engine_rank
         engine = self._live(name, now)
         held = engine.leases.get(rank)
-        replaced: tuple[str, ...] = ()
         if held is not None:
-            replaced = replaced_by(registration, held.registration, held.replaced_incarnations)
+            check_is_newest(registration, held.registration)
         # The live others agree with one another, so to agree with one of them is to agree with all.
         other = next((lease for number, lease in engine.leases.items() if number != rank), None)
         if other is not None:
@@ -203,7 +200,7 @@ class Leases:
         turn_at = self._turn_at(engine, held, now)
         # Time to try again where a renewal fails, as those do that wait for their turn to come back.
         lease_s = max(self._lease_s, turn_at - now + self._lease_s / 2 + 2 * return_s)
-        engine.leases[rank] = _Lease(registration, turn_at, now + lease_s, replaced)
+        engine.leases[rank] = _Lease(registration, turn_at, now + lease_s)
         engine.holds_until = min(engine.holds_until, now + lease_s)
         return Grant(lease_s, turn_at - now, return_s)
 

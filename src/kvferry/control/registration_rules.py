@@ -15,31 +15,23 @@ from msgspec import structs
 from kvferry.errors import RankReplacedError, RegistrationRefusedError
 from kvferry.protocol.wire.registrations import MOST_NAMED, EngineView, RankRegistration
 
-_REPLACED_REMEMBERED = 8
 
-
-def replaced_by(registration: RankRegistration, held: RankRegistration, replaced: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns which incarnations of its rank a registration has replaced, the latest last.
+def check_is_newest(registration: RankRegistration, held: RankRegistration) -> None:
+    """Checks that no later start of a rank has its place. It follows from the two alone, not from who came first.
 
     Args:
-        held: what the rank has registered before.
-        replaced: the incarnations that this one had replaced.
+        held: what is registered of the rank, by this start or by another that lives.
 
     Raises:
-        RankReplacedError: if the registration is of one of these; or of one that another registry, or this one before
-            it forgot, knew to be replaced.
+        RankReplacedError: if a later start is.
     """
-    yields = registration.yields and registration.incarnation != held.incarnation
-    if yields or registration.incarnation in replaced:
+    if (registration.started_at, registration.incarnation) < (held.started_at, held.incarnation):
         raise RankReplacedError(
             f"{named(registration)} at {registration.control_address} (incarnation "
             f"{registration.incarnation!r}) was replaced by a newer start at "
             f"{held.control_address} (incarnation {held.incarnation!r}): end this one, or if both "
             "are meant to run, give the engines different names"
         )
-    if registration.incarnation != held.incarnation:
-        return (*replaced, held.incarnation)[-_REPLACED_REMEMBERED:]
-    return replaced
 
 
 def check_agreement(registration: RankRegistration, other: RankRegistration, lease_s: float) -> None:

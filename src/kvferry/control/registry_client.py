@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
-from msgspec import structs
 
 from kvferry._version import __version__
 from kvferry.answers import Answer, request
@@ -436,7 +435,7 @@ class LeaseKeeper:
             until a refusal, until the lease would have run out, or until close.
         last_error: the latest failure since the last success, or None.
         replaced: that another start of the rank has its place, as far as this side knows: from the refusal that says so
-            until a success, or None. Once replaced the rank yields: it never takes the place of one that lives.
+            until a success, or None.
         woken: set to let the keeper look at once.
     """
 
@@ -456,7 +455,6 @@ class LeaseKeeper:
         self.registered = threading.Event()
         self.last_error: Exception | None = None
         self.replaced: RankReplacedError | None = None
-        self._yields = False
         self._client = client
         self._registration = registration
         self._on_problem = on_problem
@@ -547,10 +545,10 @@ class LeaseKeeper:
         # The lease runs from when the registry got the request: counted from here, it is never overrated.
         asked_at = self._now()
         try:
-            grant = self._client.grant(structs.replace(self._registration, yields=self._yields))
+            grant = self._client.grant(self._registration)
         except Exception as error:
             if isinstance(error, RankReplacedError):
-                self.replaced, self._yields = error, True
+                self.replaced = error
             is_unwanted = isinstance(error, (RegistrationRefusedError, RegistryAccessError))
             if is_unwanted or self._now() >= self._lease_ends_at:
                 self.registered.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from math import inf
@@ -303,7 +302,7 @@ class Endpoint(ABC):
             endpoint=self.transport.endpoint_name,
             version=__version__,
             process=os.getpid(),
-            at_unix_s=time.time(),
+            at_unix_s=self._platform.unix_time(),
             up_s=now - self._started_at,
             peer_timeout_s=self.settings.peer_timeout_s,
             heartbeat_s=self.settings.heartbeat_interval_s,

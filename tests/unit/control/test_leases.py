@@ -96,39 +96,42 @@ def test_removing_what_is_not_there_changes_nothing(arguments: tuple[str, int, s
     assert live_ranks(registrations.engine("prefill", now=0.0)) == [0]
 
 
-def test_a_replaced_incarnation_cannot_take_the_rank_back_while_its_successor_lives():
+OLDER, NEWER = rank(0, incarnation="older"), rank(0, incarnation="newer")
+
+
+def test_an_older_start_cannot_take_the_rank_back_while_a_newer_one_lives():
     registrations = Leases(LEASE_S)
-    registrations.register(rank(0, incarnation="older"), now=0.0)
-    registrations.register(rank(0, incarnation="newer"), now=1.0)
-    with pytest.raises(RegistrationRefusedError, match=r"'older'.*replaced.*'newer'.*different names"):
-        registrations.register(rank(0, incarnation="older"), now=2.0)
-    registrations.register(rank(0, incarnation="newer"), now=3.0)
-    with pytest.raises(RegistrationRefusedError):
-        registrations.register(rank(0, incarnation="older"), now=12.9)
-    registrations.register(rank(0, incarnation="older"), now=13.0)
-
-
-def test_a_rank_that_was_replaced_before_takes_no_place_of_one_that_a_registry_without_memory_has():
-    older = rank(0, incarnation="older", yields=True)
-    forgetful = Leases(LEASE_S)
-    forgetful.register(rank(0, incarnation="newer"), now=0.0)
+    registrations.register(OLDER, now=0.0)
+    registrations.register(NEWER, now=1.0)
     with pytest.raises(RankReplacedError, match=r"'older'.*replaced.*'newer'.*different names"):
-        forgetful.register(older, now=1.0)
-    assert not forgetful.remove("prefill", 0, "older")
-    came_first = Leases(LEASE_S)
-    came_first.register(older, now=0.0)
-    came_first.register(older, now=1.0)
-    came_first.register(rank(0, incarnation="newer"), now=2.0)
+        registrations.register(OLDER, now=2.0)
+    registrations.register(NEWER, now=3.0)
     with pytest.raises(RankReplacedError):
-        came_first.register(older, now=3.0)
+        registrations.register(OLDER, now=12.9)
+    registrations.register(OLDER, now=13.0)
+
+
+def test_a_registry_without_memory_knows_which_start_is_newer_whichever_comes_first():
+    forgetful = Leases(LEASE_S)
+    forgetful.register(NEWER, now=0.0)
+    with pytest.raises(RankReplacedError, match=r"'older'.*replaced.*'newer'.*different names"):
+        forgetful.register(OLDER, now=1.0)
+    assert not forgetful.remove("prefill", 0, "older")
+    assert forgetful.engine("prefill", now=1.0).registrations == (NEWER,)
+    came_first = Leases(LEASE_S)
+    came_first.register(OLDER, now=0.0)
+    came_first.register(OLDER, now=1.0)
+    came_first.register(NEWER, now=2.0)
+    with pytest.raises(RankReplacedError):
+        came_first.register(OLDER, now=3.0)
 
 
 def test_a_replaced_incarnation_may_return_once_its_successor_left():
     registrations = Leases(LEASE_S)
-    registrations.register(rank(0, incarnation="older"), now=0.0)
-    registrations.register(rank(0, incarnation="mistaken"), now=1.0)
-    assert registrations.remove("prefill", 0, "mistaken")
-    registrations.register(rank(0, incarnation="older"), now=2.0)
+    registrations.register(OLDER, now=0.0)
+    registrations.register(NEWER, now=1.0)
+    assert registrations.remove("prefill", 0, "newer")
+    registrations.register(OLDER, now=2.0)
     assert live_ranks(registrations.engine("prefill", now=2.0)) == [0]
 
 
@@ -292,24 +295,12 @@ class RegistryRules(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.registrations = Leases(LEASE_S, max_engines=2, max_ranks=self.MAX_RANKS)
-        # What was granted, when and until when, in order; a removal ends a rank's history, and a lease in which nobody
-        # renews that of all its engine's ranks.
-        self.granted: dict[tuple[str, int], list[tuple[RankRegistration, float, float]]] = {}
+        # What was granted last, and until when; a lease in which nobody renews ends those of all its engine's ranks.
+        self.granted: dict[tuple[str, int], tuple[RankRegistration, float]] = {}
         self.heard_at: dict[str, float] = {}
 
     def live(self) -> dict[tuple[str, int], RankRegistration]:
-        return {key: history[-1][0] for key, history in self.granted.items() if history and self.now < history[-1][2]}
-
-    def unbroken_history(self, key: tuple[str, int]) -> list[RankRegistration]:
-        """What was granted to a rank since it last had no lease."""
-        unbroken: list[RankRegistration] = []
-        next_at = self.now
-        for registration, granted_at, until in reversed(self.granted.get(key, [])):
-            if next_at >= until:
-                break
-            unbroken.insert(0, registration)
-            next_at = granted_at
-        return unbroken
+        return {key: registration for key, (registration, until) in self.granted.items() if self.now < until}
 
     def is_welcome(self, registration: RankRegistration) -> bool:
         key = (registration.engine, registration.engine_rank)
@@ -322,8 +313,7 @@ class RegistryRules(RuleBasedStateMachine):
                 registration.layout_digest,
             ):
                 return False
-        history = [one.incarnation for one in self.unbroken_history(key)]
-        if history and registration.incarnation in history and registration.incarnation != history[-1]:
+        if key in live and registration.started_at < live[key].started_at:
             return False
         if key not in live:
             engines = {engine for engine, _ in live}
@@ -335,11 +325,12 @@ class RegistryRules(RuleBasedStateMachine):
         engine=st.sampled_from("abc"),
         tp_size=st.sampled_from([1, 2, 3]),
         number=st.integers(0, 2),
-        incarnation=st.sampled_from(["i", "j", "k"]),
+        start=st.integers(0, 2),
         digest=st.sampled_from(["x", "x", "x", "y"]),
     )
-    def register(self, engine: str, tp_size: int, number: int, incarnation: str, digest: str) -> None:
-        registration = rank(number % tp_size, tp_size, incarnation=incarnation, engine=engine, layout_digest=digest)
+    def register(self, engine: str, tp_size: int, number: int, start: int, digest: str) -> None:
+        its: dict[str, Any] = {"incarnation": "ijk"[start], "started_at": 100.0 - start}
+        registration = rank(number % tp_size, tp_size, engine=engine, layout_digest=digest, **its)
         welcome = self.is_welcome(registration)
         try:
             lease_s = self.registrations.register(registration, self.now).lease_s
@@ -350,7 +341,7 @@ class RegistryRules(RuleBasedStateMachine):
             assert LEASE_S <= lease_s < 1.2 * LEASE_S
             self.heard_at[engine] = self.now
             key = (engine, registration.engine_rank)
-            self.granted.setdefault(key, []).append((registration, self.now, self.now + lease_s))
+            self.granted[key] = registration, self.now + lease_s
 
     @rule(
         engine=st.sampled_from("abc"),
@@ -363,13 +354,13 @@ class RegistryRules(RuleBasedStateMachine):
         if held is not None:
             assert removed == (held.incarnation == incarnation)
             if removed:
-                self.granted[engine, number] = []
+                del self.granted[engine, number]
 
     @rule(seconds=st.sampled_from([0.5, 3.0, 9.5, 10.0, 25.0]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
         silent = {engine for engine, heard_at in self.heard_at.items() if heard_at + LEASE_S <= self.now}
-        self.granted = {key: history for key, history in self.granted.items() if key[0] not in silent}
+        self.granted = {key: known for key, known in self.granted.items() if key[0] not in silent}
 
     @invariant()
     def lists_exactly_the_live_ranks_which_agree(self) -> None:

@@ -12,7 +12,6 @@ import pytest
 from tests.support.registered_ranks import rank
 from tests.support.statuses import WELL
 
-from kvferry.control.etcd_registry import _Record
 from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import EngineList, Health, Lease, Problem, Released, Removal
 from kvferry.layout import Paging, RankLayout, Shard, latent_component
@@ -44,12 +43,11 @@ EXAMPLES: list[msgspec.Struct] = [
     Released(endpoints=("p0",)),
     Health(version="0.1", api_version=1, uptime_s=3.0),
     Problem(error="X", message="no"),
-    _Record(NEW, ("first",)),
     STATUS,
 ]
 
 REQUIRED: dict[Any, str] = {
-    RankRegistration: "engine incarnation coordinates control_address layout_digest protocol_version",
+    RankRegistration: "engine incarnation coordinates control_address layout_digest started_at protocol_version",
     RankCoordinates: "",
     EngineView: "engine registrations world_size complete",
     EngineList: "engines",
@@ -58,7 +56,6 @@ REQUIRED: dict[Any, str] = {
     Released: "endpoints",
     Health: "version api_version uptime_s",
     Problem: "error message",
-    _Record: "registration",
     EndpointStatus: (
         "side engine rank endpoint version process at_unix_s up_s peer_timeout_s heartbeat_s problem states "
         "oldest_room_s quarantined_pages quarantine_s rooms peers staging threads"

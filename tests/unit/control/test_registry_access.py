@@ -43,6 +43,7 @@ RANK = RankRegistration(
     coordinates=RankCoordinates(),
     control_address="tcp://127.0.0.1:1",
     layout_digest="digest",
+    started_at=0.0,
     protocol_version=1,
 )
 BODY = msgspec.json.encode(RANK)

@@ -342,6 +342,7 @@ def foreign_registration(address: str, **changed: Any) -> RankRegistration:
         "coordinates": Shape().coordinates()[0],
         "control_address": address,
         "layout_digest": "x",
+        "started_at": 0.0,
         "protocol_version": PROTOCOL_VERSION,
     }
     return RankRegistration(**{**usual, **changed})

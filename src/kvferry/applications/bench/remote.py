@@ -270,6 +270,7 @@ def follow(
                 f"{settings.advertise_port or listener.port}"
             ),
             layout_digest=ENGINE,
+            started_at=time.time(),
             protocol_version=PROTOCOL_VERSION,
         )
         with (

@@ -70,6 +70,7 @@ class Registration:
             coordinates=identity.coordinates,
             control_address=control_address,
             layout_digest=identity.layout.digest,
+            started_at=self._platform.unix_time(),
             protocol_version=identity.versions.oldest,
             newest_protocol_version=identity.versions.newest,
             instance=self._instance,

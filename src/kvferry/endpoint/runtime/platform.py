@@ -82,6 +82,10 @@ class Platform(ABC):
         """Returns the time, in seconds of a clock that never goes back."""
 
     @abstractmethod
+    def unix_time(self) -> float:
+        """Returns the time by this host's clock, in seconds of Unix time."""
+
+    @abstractmethod
     def random_bits(self, count: int) -> int:
         """Returns a number that nobody can guess."""
 
@@ -198,6 +202,7 @@ class SystemPlatform(Platform):
         self._registries = SharedRegistries()
 
     now = staticmethod(time.monotonic)  # itself: every event asks for the time
+    unix_time = staticmethod(time.time)
 
     def random_bits(self, count: int) -> int:
         return secrets.randbits(count)

@@ -66,8 +66,8 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         drained: whether, besides, nothing is open on it any more.
         open_rooms: how many rooms are, while it drains.
         instance: names this start of the whole engine, the same on all its ranks; empty where the engine names none.
-        yields: whether this start was replaced by another one before. It takes the place of none that lives, also where
-            the registry has forgotten which came first.
+        started_at: when this start began, by its host's clock, in seconds of Unix time. Of two starts of one rank that
+            live at once the later one has the place, whichever of them asks first.
 
     Raises:
         SettingsError: if a text is empty, too long or has unprintable characters, or a number is out of
@@ -79,13 +79,13 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
     coordinates: RankCoordinates
     control_address: str
     layout_digest: str
+    started_at: Annotated[float, msgspec.Meta(ge=0)]
     protocol_version: int
     newest_protocol_version: int = 0
     draining: bool = False
     drained: bool = False
     open_rooms: Annotated[int, msgspec.Meta(ge=0)] = 0
     instance: str = ""
-    yields: bool = False
 
     def __post_init__(self) -> None:
         check_engine_name(self.engine)
