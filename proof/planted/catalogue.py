@@ -385,6 +385,27 @@ CATALOGUE = (
         "",
         "tests/unit/staging/test_mapped.py",
     ),
+    PlantedFault(
+        "all rooms get on a little in turn, so that all end at the end",
+        "endpoint/prefill/precedence.py",
+        "return handed_in_at + left_bytes / _BYTES_PER_S",
+        "return 0.0",
+        "tests/unit/endpoint/test_staged.py",
+    ),
+    PlantedFault(
+        "who stood first in line and was passed by is never admitted",
+        "endpoint/prefill/admission.py",
+        "lane.ready_turn = None",
+        "pass",
+        "tests/unit/endpoint/test_admission.py",
+    ),
+    PlantedFault(
+        "whoever asks for memory is served before those who are due first",
+        "staging/rings.py",
+        "if self._first_before(place) is None else None",
+        "if True else None",
+        "tests/unit/staging/test_slots.py",
+    ),
     # ---- control
     PlantedFault(
         "of two starts of a rank the one that asks last has the place",
@@ -1281,8 +1302,8 @@ CATALOGUE = (
     PlantedFault(
         "the lock is dropped where memory is taken",
         "staging/rings.py",
-        "        with self.lock:\n            grant",
-        "        if True:\n            grant",
+        "        with self.lock:\n            came",
+        "        if True:\n            came",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(
@@ -1479,8 +1500,8 @@ CATALOGUE = (
     PlantedFault(
         "nobody is next where the first in line gives up",
         "endpoint/prefill/admission.py",
-        "            if first[0] is applicant:\n                self._line_up(receiver, lane)\n",
-        "",
+        "            lane.leave(applicant)\n            self._line_up(receiver, lane)\n",
+        "            lane.leave(applicant)\n",
         "tests/unit/endpoint/test_admission.py tests/simulation/test_interleavings.py",
     ),
     PlantedFault(

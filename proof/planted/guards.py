@@ -802,10 +802,10 @@ def _waiters_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Whoever waits for a ring behind the first is never woken."""
     right = SharedRing.reserve
 
-    def reserve(ring: SharedRing, num_bytes: int, waiter: Waiter) -> Span | None:
-        span = right(ring, num_bytes, waiter)
-        if span is None and waiter is not next(iter(ring._queue._waiting)):
-            del ring._queue._waiting[waiter]
+    def reserve(ring: SharedRing, num_bytes: int, waiter: Waiter, due_at: float = 0.0) -> Span | None:
+        span = right(ring, num_bytes, waiter, due_at)
+        if span is None and waiter is not ring._queue._line[0][2]:
+            ring._queue._leave(waiter)
         return span
 
     patch.setattr(SharedRing, "reserve", reserve)

@@ -214,16 +214,16 @@ class Inspector:
             self._sent_again.append(f"{line.identity} has {line.address} send again what it has not received")
 
     def _check_admission(self, process: Process) -> None:
-        """Nobody waits to be admitted while there is room for who came before all others for whom it is not full."""
+        """Nobody waits to be admitted while there is room for who is due before all others for whom it is not full."""
         assert isinstance(process.endpoint, PrefillEndpoint)
         admission = probe(process.endpoint).admission
-        first: tuple[int, int] | None = None
-        for lane in admission.lanes.values():
-            waits = lane.first()
-            if waits is not None and admission._fits_lane(lane, waits[2]) and (first is None or waits[1] < first[0]):
-                first = waits[1], waits[2]
-        if first is not None and admission._fits_all(first[1]):
-            raise ViolationError(Law.GOES_ON, f"{process.name}: {first[1]} bytes wait to be admitted, and need not")
+        waits = [(lane, first) for lane in admission.lanes.values() if (first := lane.first()) is not None]
+        firsts = [first for lane, first in waits if admission._fits_lane(lane, first.num_bytes)]
+        first = min(firsts, key=lambda each: each.turn, default=None)
+        if first is not None and admission._fits_all(first.num_bytes):
+            raise ViolationError(
+                Law.GOES_ON, f"{process.name}: {first.num_bytes} bytes wait to be admitted, and need not"
+            )
 
     def check_post(self, transfer: SimulatedHandle) -> None:
         """A write was posted: is that more than may be on its way?"""

@@ -152,6 +152,9 @@ def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
 class Parts:
     """A staged write of so many sub-chunks, each of which fills the ring."""
 
+    submitted_at = 0.0
+    left_bytes = CHUNK
+
     def __init__(self, count: int) -> None:
         self.posted: list[Span] = []
         self._count = count

@@ -7,7 +7,6 @@ from typing import Any
 from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
 
-
 _IN_ORDER = ("first", "old", "older", "second", "new", "newer")
 """Starts, the earliest first."""
 

@@ -3,18 +3,23 @@
 Positions count the bytes of a ring for ever: divided by its size they give a round and a place in it. The writing side
 hands spans out in order, and the reading side reports up to which position everything was read: the watermark. What is
 between the two is in use, and must never be more than the ring. The writing side asks for nothing before it writes, and
-a watermark that is late or comes twice does no harm. Several rooms of the writing side share a ring, in turn, and who
-finds no memory free waits in a queue, as those do who wait for a slot (`slots`).
+a watermark that is late or comes twice does no harm. Several rooms of the writing side share a ring, and who finds no
+memory free waits in a queue, as those do who wait for a slot (`slots`).
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import threading
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvferry.plan.packing import aligned
+
+_BEHIND_ALL = (math.inf, 0)
 
 Need = TypeVar("Need")
 Grant = TypeVar("Grant")
@@ -27,10 +32,15 @@ class Waiter(Protocol):
         """It is your turn: try again. From any thread; returns at once."""
 
 
-class WaitQueue(Generic[Need, Grant]):
-    """Hands memory out to whoever asks, and what is not free to those who wait for it, first come, first served.
+def _place_of(standing: tuple[float, int, Waiter, object]) -> tuple[float, int]:
+    return standing[:2]
 
-    A waiter that is woken asks again, or withdraws; until then nobody who came later is served in its place.
+
+class WaitQueue(Generic[Need, Grant]):
+    """Hands memory out to whoever asks, and what is not free to those who wait for it: first who is due first.
+
+    Of those that are due at the same time whoever came first is. A waiter that is woken asks again, or withdraws; until
+    then nobody who stands behind it is served in its place.
 
     Attributes:
         lock: guards the queue and the memory that it is for. Workers take on any thread, and others give back.
@@ -46,30 +56,34 @@ class WaitQueue(Generic[Need, Grant]):
             is_free: whether what is needed is.
             may_overtake: whether those for whom something is free go before those for whom nothing is.
         """
+        self._comings = itertools.count()
         self.lock = threading.Lock()
         self._grant = grant
         self._is_free = is_free
         self._may_overtake = may_overtake
-        self._waiting: dict[Waiter, Need] = {}  # in the order of their coming
+        self._places: dict[Waiter, tuple[float, int]] = {}
+        self._line: list[tuple[float, int, Waiter, Need]] = []  # by their places
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._line)
 
-    def take(self, need: Need, waiter: Waiter) -> Grant | None:
+    def take(self, need: Need, waiter: Waiter, due_at: float = 0.0) -> Grant | None:
         """Takes what is needed; None if the waiter must wait: it is woken when it is free, or `withdraw`s."""
         with self.lock:
-            grant = self._grant(need) if self._first() in (None, waiter) else None
+            came = self._leave(waiter)
+            place = due_at, next(self._comings) if came is None else came
+            grant = self._grant(need) if self._first_before(place) is None else None
             if grant is None:
-                self._waiting[waiter] = need  # keeps its place, if it has one
+                self._places[waiter] = place
+                insort(self._line, (*place, waiter, need))
                 return None
-            self._waiting.pop(waiter, None)
         self.wake_next()
         return grant
 
     def withdraw(self, waiter: Waiter) -> None:
         """Ends a wait. Whoever does not wait is ignored."""
         with self.lock:
-            if self._waiting.pop(waiter, None) is None:
+            if self._leave(waiter) is None:
                 return
         self.wake_next()
 
@@ -81,15 +95,25 @@ class WaitQueue(Generic[Need, Grant]):
             waiter.wake()
 
     def _next_to_wake(self) -> Waiter | None:
-        first = self._first()
-        return first if first is not None and self._is_free(self._waiting[first]) else None
+        first = self._first_before(_BEHIND_ALL)
+        return first[0] if first is not None and self._is_free(first[1]) else None
 
-    def _first(self) -> Waiter | None:
-        """The waiter that nobody else may go before."""
-        for waiter, need in self._waiting.items():
+    def _first_before(self, place: tuple[float, int]) -> tuple[Waiter, Need] | None:
+        """The waiter, with what it needs, that nobody behind it may go before; None if none stands before a place."""
+        for due_at, came, waiter, need in self._line:
+            if (due_at, came) >= place:
+                break
             if not self._may_overtake or self._is_free(need):
-                return waiter
+                return waiter, need
         return None
+
+    def _leave(self, waiter: Waiter) -> int | None:
+        """Takes a waiter out of the line; returns which one it was that came, None if it did not wait."""
+        place = self._places.pop(waiter, None)
+        if place is None:
+            return None
+        del self._line[bisect_left(self._line, place, key=_place_of)]
+        return place[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,9 +227,9 @@ class ReadingRing:
 
 
 class SharedRing:
-    """Hands out spans of a ring, and queues those who must wait for one: first come, first served.
+    """Hands out spans of a ring, and queues those who must wait for one.
 
-    No waiter overtakes another, so that a room that needs much waits no longer than one that needs little.
+    None of them overtakes another because it needs less, so that a room whose next sub-chunk is large is not passed by.
 
     Attributes:
         writing: what is written, and what is free.
@@ -231,9 +255,9 @@ class SharedRing:
         """Returns where a span begins in the ring's memory, in bytes."""
         return self.writing.place(span)
 
-    def reserve(self, num_bytes: int, waiter: Waiter) -> Span | None:
+    def reserve(self, num_bytes: int, waiter: Waiter, due_at: float = 0.0) -> Span | None:
         """Reserves a span. If it returns None, the waiter is woken when there is one, unless it `withdraw`s."""
-        return self._queue.take(num_bytes, waiter)
+        return self._queue.take(num_bytes, waiter, due_at)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Takes a waiter out of the queue. One that does not wait is ignored."""

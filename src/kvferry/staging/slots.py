@@ -56,9 +56,9 @@ class SourceMemory:
         count = (memory.num_bytes - self.slot_bytes) // step + 1
         self._free += [memory.address + index * step for index in reversed(range(count))]
 
-    def take(self, receiver: str, waiter: Waiter) -> Slot | None:
+    def take(self, receiver: str, waiter: Waiter, due_at: float = 0.0) -> Slot | None:
         """Takes a slot. If it returns None, the waiter is woken when there is one for it, unless it `withdraw`s."""
-        return self._queue.take(receiver, waiter)
+        return self._queue.take(receiver, waiter, due_at)
 
     def give_back(self, slot: Slot) -> None:
         """Gives back a slot that nothing reads any more."""

@@ -24,14 +24,15 @@ PAGE_BYTES = 128  # keys and values of a page of that model
 class Room:
     """Somebody who writes one write after the other."""
 
-    def __init__(self, admission: Admission, receiver: str, *sizes: int) -> None:
+    def __init__(self, admission: Admission, receiver: str, *sizes: int, due_at: float = 0.0) -> None:
         self.got: list[Admitted] = []
+        self._due_at = due_at
         self._admission, self._receiver, self.sizes = admission, receiver, list(sizes)
         self.go_on()
 
     def go_on(self) -> None:
         while self.sizes:
-            admitted = self._admission.admit(self._receiver, self.sizes.pop(0), self)
+            admitted = self._admission.admit(self._receiver, self.sizes.pop(0), self, self._due_at)
             if admitted is None:
                 return
             self.got.append(admitted)
@@ -110,6 +111,35 @@ def test_rooms_take_turns_whatever_they_have_to_write(admission: Admission):
         many.end() if many.got else few.end()
     assert counts(few) == [0]
     assert len(many.sizes) <= 7
+
+
+def test_who_is_due_first_is_admitted_first(admission: Admission):
+    first = Room(admission, "d0", 5)
+    late, early, between = (Room(admission, "d0", 5, due_at=due_at) for due_at in (3.0, 1.0, 2.0))
+    elsewhere = Room(admission, "d1", 5, 5, due_at=4.0)
+    assert counts(first, late, early, between, elsewhere) == [1, 0, 0, 0, 1]
+    for writing, following in ((first, early), (early, between), (between, late)):
+        writing.end()
+        assert counts(late, early, between) == [int(room is following) for room in (late, early, between)]
+    late.end()
+    elsewhere.end()
+    assert counts(elsewhere) == [1]
+
+
+def test_who_is_due_first_is_admitted_at_once_where_only_others_need_too_much(admission: Admission):
+    writing, large = Room(admission, "d0", 2), Room(admission, "d0", 5, due_at=2.0)
+    assert counts(writing, large, Room(admission, "d0", 3, due_at=1.0)) == [1, 0, 1]
+
+
+def test_who_was_passed_by_one_that_gave_up_is_admitted(admission: Admission):
+    """Who is first at a receiver, and is not any more, loses its turn among those that wait for the bound for all."""
+    writing = [Room(admission, "d0", 5), Room(admission, "d1", 3), Room(admission, "d2", 2)]
+    waits = Room(admission, "d2", 3, due_at=2.0)
+    passes = Room(admission, "d2", 4, due_at=1.0)
+    assert counts(*writing, waits, passes) == [1, 1, 1, 0, 0]
+    passes.withdraw()
+    writing[0].end()
+    assert counts(waits) == [1]
 
 
 def test_who_waits_for_a_receiver_holds_up_nobody_who_writes_to_another(admission: Admission):
@@ -396,9 +426,9 @@ def test_a_write_asks_for_as_many_bytes_as_it_moves(pair: Callable[..., Requests
     asked: list[int] = []
     right = Admission.admit
 
-    def admit(admission: Admission, receiver: str, num_bytes: int, applicant: Room) -> Admitted | None:
+    def admit(admission: Admission, receiver: str, num_bytes: int, applicant: Room, due_at: float) -> Admitted | None:
         asked.append(num_bytes)
-        return right(admission, receiver, num_bytes, applicant)
+        return right(admission, receiver, num_bytes, applicant, due_at)
 
     monkeypatch.setattr(Admission, "admit", admit)
     request = requests.new(1, 5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,30 @@ def test_many_rooms_share_a_ring_of_one_sub_chunk(pair: Callable[..., Requests],
         request.wait()
         requests.check(request)
     eventually("all staging memory is free again", all_rings_are_free, requests)
+
+
+def test_rooms_at_once_end_one_after_the_other(pair: Callable[..., Requests]):
+    """Where each got on a little in turn, all would end at the end."""
+    requests = pair(ATTENTION, Shape(pages=256), Shape(pages=256), workers=1, queues=1, **TIGHT)
+    requests.connect()
+    rooms = [requests.new(room, 16) for room in range(8)]
+    for request in rooms:
+        requests.open_prefill(request)
+        requests.submit(request)
+    for request in rooms:
+        requests.open_decode(request)
+    for request in rooms:
+        request.wait()
+    posted = sorted(
+        (part.posted_at, number)
+        for number, request in enumerate(rooms)
+        for write in request.senders[0].stats.writes
+        for part in write.parts
+    )
+    parts = [number for _, number in posted]
+    changes = sum(one != other for one, other in pairwise(parts))
+    assert len(parts) > 20 * len(rooms), "too few to be interleaved"
+    assert changes < 3 * len(rooms), parts
 
 
 def test_a_receiver_that_does_not_read_holds_up_no_other(

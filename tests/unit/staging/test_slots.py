@@ -44,6 +44,40 @@ def wokens(*rooms: Room) -> list[int]:
     return [room.woken for room in rooms]
 
 
+def test_who_is_due_first_has_the_next_slot_and_of_equals_who_came_first():
+    memory = SourceMemory(SLOT, memory_at(0, 1), nothing_more)
+    slot = taken(memory)
+    rooms = {due_at: Room() for due_at in (3.0, 1.0, 2.0)}
+    equal = Room()
+    for due_at, room in rooms.items():
+        assert memory.take("a", room, due_at) is None
+    assert memory.take("a", equal, 2.0) is None
+    for room, due_at in ((rooms[1.0], 1.0), (rooms[2.0], 2.0), (equal, 2.0), (rooms[3.0], 3.0)):
+        memory.give_back(slot)
+        assert wokens(*rooms.values(), equal).count(1) == 1
+        assert room.woken == 1
+        room.woken = 0
+        found = memory.take("a", room, due_at)
+        assert found is not None
+        slot = found
+    assert memory.num_waiting == 0
+
+
+def test_who_was_woken_and_passed_by_is_woken_again():
+    memory = SourceMemory(SLOT, memory_at(0, 1), nothing_more)
+    slot = taken(memory)
+    patient, urgent = Room(), Room()
+    assert memory.take("a", patient, 2.0) is None
+    memory.give_back(slot)
+    assert patient.woken == 1
+    taken_by_urgent = memory.take("b", urgent, 1.0)
+    assert taken_by_urgent is not None
+    assert memory.take("a", patient, 2.0) is None
+    memory.give_back(taken_by_urgent)
+    assert patient.woken == 2
+    assert memory.take("a", patient, 2.0) is not None
+
+
 def test_slots_lie_side_by_side_and_the_last_given_back_is_taken_first():
     memory = SourceMemory(SLOT, memory_at(1 << 20, 8), nothing_more)
     first, second = taken(memory), taken(memory)

@@ -2,8 +2,8 @@
 
 What a wire has been given it carries, whether or not anybody waits for it still: a write that is posted cannot be taken
 back. So no more is posted than the wire moves in a moment, to one receiver and in all, and the rest waits in line here.
-Rooms are served in the order in which they asked, one write each; one that must wait for its receiver holds up no room
-that writes to another. (Staged writes are bounded by their receivers' rings.)
+Rooms are served in the order in which they are due (`precedence`), one write each; one that must wait for its receiver
+holds up no room that writes to another. (Staged writes are bounded by their receivers' rings.)
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from collections import OrderedDict
+from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.runtime.threads import do_each
 from kvferry.protocol.time_awake import TimeAwake
@@ -36,6 +36,23 @@ class Applicant(Protocol):
         """Takes what it asked for. From any thread; returns at once."""
 
 
+_Turn: TypeAlias = tuple[float, int]
+"""When somebody is due, and how many came before."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """Somebody who waits."""
+
+    turn: _Turn
+    applicant: Applicant
+    num_bytes: int
+
+
+def _turn_of(waiting: _Waiting) -> _Turn:
+    return waiting.turn
+
+
 @dataclass(slots=True)
 class _Lane:
     """What is on its way to one receiver, and who waits to write to it.
@@ -45,7 +62,8 @@ class _Lane:
         moved_at: when the first of them was admitted, or one of them last ended.
         still_s: how long ago that is, without the time in which this process did not run.
         stands_still: whether that is so long that they keep nobody else waiting.
-        waiting: with the turn of each and the bytes that it needs, in the order of their turns.
+        waiting: in the order of their turns.
+        turns: those of whoever waits.
         ready_turn: the last turn that was put among those that only the bound for all keeps waiting.
     """
 
@@ -53,14 +71,22 @@ class _Lane:
     moved_at: float = 0.0
     still_s: float = 0.0
     stands_still: bool = False
-    waiting: OrderedDict[Applicant, tuple[int, int]] = field(default_factory=OrderedDict)
-    ready_turn: int = -1
+    waiting: list[_Waiting] = field(default_factory=list)
+    turns: dict[Applicant, _Turn] = field(default_factory=dict)
+    ready_turn: _Turn | None = None
 
-    def first(self) -> tuple[Applicant, int, int] | None:
-        """Returns who is next, its turn and the bytes that it needs."""
-        for applicant, (turn, num_bytes) in self.waiting.items():
-            return applicant, turn, num_bytes
-        return None
+    def first(self) -> _Waiting | None:
+        """Returns who is next."""
+        return self.waiting[0] if self.waiting else None
+
+    def line_up(self, waiting: _Waiting) -> None:
+        """Adds one, before those who are due later."""
+        self.turns[waiting.applicant] = waiting.turn
+        insort(self.waiting, waiting, key=_turn_of)
+
+    def leave(self, applicant: Applicant) -> None:
+        """Takes one out."""
+        del self.waiting[bisect_left(self.waiting, self.turns.pop(applicant), key=_turn_of)]
 
 
 class Admission:
@@ -96,9 +122,9 @@ class Admission:
         self.counted = 0  # bytes on their way, but for those to receivers that stand still
         self._moved_at = now()
         self._awake = TimeAwake(stalls_after_s)
-        self._turns = itertools.count()
+        self._comings = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
-        self.ready: list[tuple[int, str]] = []
+        self.ready: list[tuple[_Turn, str]] = []
 
     @classmethod
     def of(cls, settings: Settings, now: Callable[[], float]) -> Admission:
@@ -132,30 +158,31 @@ class Admission:
             if lane is None:
                 return None
             first = lane.first()
-            return self._moved_at if first is not None and self._fits_lane(lane, first[2]) else lane.moved_at
+            fits = first is not None and self._fits_lane(lane, first.num_bytes)
+            return self._moved_at if fits else lane.moved_at
 
-    def admit(self, receiver: str, num_bytes: int, applicant: Applicant) -> Admitted | None:
-        """Admits a write; None if it must wait: the applicant gets its leave when it is its turn, or `withdraw`s."""
+    def admit(self, receiver: str, num_bytes: int, applicant: Applicant, due_at: float = 0.0) -> Admitted | None:
+        """Admits a write; None if it must wait: the applicant gets its leave when it is its turn, or `withdraw`s.
+
+        Who is due first has the next turn; of those that are due at the same time, who came first.
+        """
         with self._lock:
             lane = self.lanes.setdefault(receiver, _Lane())
-            if not lane.waiting and not self.ready and self._fits_lane(lane, num_bytes) and self._fits_all(num_bytes):
-                return self._admitted(receiver, lane, num_bytes)
-            lane.waiting[applicant] = next(self._turns), num_bytes
-            if len(lane.waiting) == 1:
-                self._line_up(receiver, lane)
-            return None
+            lane.line_up(_Waiting((due_at, next(self._comings)), applicant, num_bytes))
+            self._line_up(receiver, lane)
+            served = self._serve()
+        own = next((admitted for each, admitted in served if each is applicant), None)
+        _hand_out([each for each in served if each[0] is not applicant])
+        return own
 
     def withdraw(self, receiver: str, applicant: Applicant) -> None:
         """Ends a wait. Whoever does not wait is ignored."""
         with self._lock:
             lane = self.lanes.get(receiver)
-            if lane is None or applicant not in lane.waiting:
+            if lane is None or applicant not in lane.turns:
                 return
-            first = lane.first()
-            assert first is not None
-            del lane.waiting[applicant]
-            if first[0] is applicant:
-                self._line_up(receiver, lane)
+            lane.leave(applicant)
+            self._line_up(receiver, lane)
             self._drop_if_empty(receiver, lane)
             served = self._serve()
         _hand_out(served)
@@ -209,8 +236,8 @@ class Admission:
     def _line_up(self, receiver: str, lane: _Lane) -> None:
         """Lets the first in line at a receiver have its turn, if there is room at that receiver."""
         first = lane.first()
-        if first is not None and first[1] != lane.ready_turn and self._fits_lane(lane, first[2]):
-            lane.ready_turn = first[1]
+        if first is not None and first.turn != lane.ready_turn and self._fits_lane(lane, first.num_bytes):
+            lane.ready_turn = first.turn
             heapq.heappush(self.ready, (lane.ready_turn, receiver))
 
     def _serve(self) -> list[tuple[Applicant, Admitted]]:
@@ -220,15 +247,16 @@ class Admission:
             turn, receiver = self.ready[0]
             lane = self.lanes.get(receiver)
             first = lane.first() if lane is not None else None
-            if lane is None or first is None or first[1] != turn:
-                heapq.heappop(self.ready)  # stale
+            if lane is None or first is None or first.turn != turn:
+                heapq.heappop(self.ready)  # stale, until it is first again
+                if lane is not None and lane.ready_turn == turn:
+                    lane.ready_turn = None
                 continue
-            applicant, _, num_bytes = first
-            if not self._fits_all(num_bytes):
+            if not self._fits_all(first.num_bytes):
                 break
             heapq.heappop(self.ready)
-            del lane.waiting[applicant]
-            served.append((applicant, self._admitted(receiver, lane, num_bytes)))
+            lane.leave(first.applicant)
+            served.append((first.applicant, self._admitted(receiver, lane, first.num_bytes)))
             self._line_up(receiver, lane)
         return served
 

@@ -93,9 +93,7 @@ class ReceiverWrites:
         try:
             choice = attachment.paths.choose(command.unit, target.elected, command.moves)
             if choice.path is TransferPath.STAGED:
-                write = StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at)
-                self.staged.writes[command.sequence] = write
-                self.staged.wake()
+                self.staged.write(StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at))
                 return
         except Exception as error:
             attachment.end_write()
@@ -181,6 +179,9 @@ class RoomActor(Actor):
 
     def _queue_for(self, event: RoomEvent) -> RunQueue:
         return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
+
+    def due_at(self, event: RoomEvent) -> float:
+        return event.due_at if isinstance(event, PostNextPart) else super().due_at(event)
 
     @property
     def state(self) -> TransferState:

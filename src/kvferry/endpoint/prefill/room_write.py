@@ -16,6 +16,7 @@ from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.paths import StagedPath
+from kvferry.endpoint.prefill.precedence import due_at
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord
@@ -96,16 +97,19 @@ class RoomWrite:
         command: what is to be written.
         target: the receiver.
         choice: its path, and why.
+        submitted_at: when its chunk was handed in, and all receivers had opened the room.
+        num_bytes: of the cache that it moves.
         parts: those that are through.
     """
 
     def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
-        """Begins with nothing posted, of a chunk that was handed in at `submitted_at`."""
+        """Begins with nothing posted."""
         self.command = command
         self.target = target
         self.choice = choice
         self.parts: list[PartRecord] = []
-        self._submitted_at = submitted_at
+        self.submitted_at = submitted_at
+        self.num_bytes = target.attachment.bytes_of(command.unit, target.elected, command.moves)
         self._begun_at = begun_at
         self._descriptors = 0
         self._post_s = self._transfer_s = 0.0
@@ -160,7 +164,7 @@ class RoomWrite:
             why=self.choice.reason,
             total_bytes=sum(part.num_bytes for part in self.parts),
             descriptors=self._descriptors,
-            submitted_at=self._submitted_at,
+            submitted_at=self.submitted_at,
             posted_at=self._begun_at,
             done_at=self.target.context.now(),
             transport_post_s=self._post_s,
@@ -317,6 +321,5 @@ class DirectWrites:
         return self._admission.moved_at(self._target.receiver) or 0.0
 
     def _apply(self, write: DirectWrite) -> Admitted | None:
-        command, target = write.command, self._target
-        num_bytes = target.attachment.bytes_of(command.unit, target.elected, command.moves)
-        return self._admission.admit(target.receiver, num_bytes, self)
+        left_bytes = write.num_bytes + sum(each.num_bytes for each in self._waiting if each is not write)
+        return self._admission.admit(write.receiver, write.num_bytes, self, due_at(write.submitted_at, left_bytes))

@@ -1,6 +1,6 @@
 """The staged writes of a room to one receiver: gathered sub-chunk by sub-chunk, each written into its ring in bulk.
 
-A room does one sub-chunk in a turn and then queues behind the others, so that a huge request delays a small one by a
+A room does one sub-chunk in a turn and then queues again (`precedence`), so that a huge request delays a small one by a
 sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
 holds up no room that needs another one.
 """
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvferry.endpoint.prefill.precedence import due_at
 from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, TransferTimeoutError
@@ -28,9 +29,14 @@ from kvferry.transport import TransferHandle, TransferReport
 
 @dataclass(frozen=True, slots=True)
 class PostNextPart:
-    """It is the room's turn to post the next sub-chunk to a receiver."""
+    """It is the room's turn to post the next sub-chunk to a receiver.
+
+    Attributes:
+        due_at: when the room is due there; others that are due before go first.
+    """
 
     receiver: str
+    due_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +112,7 @@ class StagedWrite(RoomWrite):
 
     Attributes:
         in_flight: sub-chunks on their way.
+        left_bytes: of the cache, that no sub-chunk carries yet.
         error: why it cannot be completed; None if it can.
     """
 
@@ -113,6 +120,7 @@ class StagedWrite(RoomWrite):
         """Begins with nothing posted."""
         super().__init__(command, target, choice, submitted_at=submitted_at, begun_at=begun_at)
         self.in_flight = 0
+        self.left_bytes = self.num_bytes
         self.error: Exception | None = None
         self._gathering = Gathering(
             target.room.room,
@@ -163,6 +171,7 @@ class StagedWrite(RoomWrite):
             thread=threading.current_thread().name,
         )
         self.in_flight += 1
+        self.left_bytes -= gathered.cache_bytes
         part = StagedPart(self, slot, worker.memory, span, record)
         source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
         try:
@@ -195,6 +204,7 @@ class StagedWrites:
         self.writes: dict[int, StagedWrite] = {}
         self._target = target
         self._is_awake = False  # whether a turn of the room is scheduled
+        self._due_at = 0.0
         self._span: Span | None = None  # of the receiver's ring, for the next part, while a slot is waited for
         self._waits_at: SharedRing | SourceMemory | None = None
         self._waits_since: float | None = None
@@ -209,11 +219,22 @@ class StagedWrites:
         """Until when nothing need get on at the receiver: its ring waits for what failed writes had sent."""
         return self._target.attachment.spans_kept_until if self.is_waiting else float("-inf")
 
+    def write(self, write: StagedWrite) -> None:
+        """Posts a write behind those before it, when there is memory for it."""
+        self.writes[write.command.sequence] = write
+        self._look_when_due()
+        self.wake()
+
+    def _look_when_due(self) -> None:
+        first = self._next
+        if first is not None:
+            self._due_at = due_at(first.submitted_at, sum(write.left_bytes for write in self.writes.values()))
+
     def wake(self) -> None:
         """Schedules a turn of the room, unless one is scheduled already. For any thread."""
         if not self._is_awake:  # it turns false before the room looks again, so that nothing is missed
             self._is_awake = True
-            self._target.room.post(PostNextPart(self._target.receiver))
+            self._target.room.post(PostNextPart(self._target.receiver, self._due_at))
 
     def post_next(self, worker: Worker) -> None:
         """Posts the next sub-chunk, if there is one and memory for it."""
@@ -241,7 +262,8 @@ class StagedWrites:
             if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
                 self.landed(part, worker)
         if self._next is not None:
-            self.wake()  # behind others that wait for a turn
+            self._look_when_due()
+            self.wake()  # behind others that are due before
 
     @property
     def _next(self) -> StagedWrite | None:
@@ -288,14 +310,14 @@ class StagedWrites:
     def _reserve(self, write: StagedWrite) -> Span | None:
         num_bytes, ring = write.next_bytes, self._target.staged.peer.ring
         assert num_bytes is not None
-        span = ring.reserve(num_bytes, self)
+        span = ring.reserve(num_bytes, self, self._due_at)
         self._waits_at = ring if span is None else None
         return span
 
     def _take_slot(self, memory: SourceMemory) -> Slot | None:
         if self._waits_at is not memory:
             self._withdraw()  # woken on another worker, which has memory of its own
-        slot = memory.take(self._target.receiver, self)
+        slot = memory.take(self._target.receiver, self, self._due_at)
         self._waits_at = memory if slot is None else None
         return slot
 

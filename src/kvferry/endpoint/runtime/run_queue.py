@@ -1,12 +1,15 @@
 """Actors, the queues in which they wait for a turn on a worker, and the thread that wakes workers for callers.
 
 Rooms and peers are actors: each handles its events one at a time, on whichever worker is free. What an actor owns needs
-no lock, because no two workers ever run it at once. It takes one event per turn and then queues behind the others, so
-that a request of many chunks delays a small one by a chunk at most.
+no lock, because no two workers ever run it at once. It takes one event per turn and then queues again, so that a
+request of many chunks delays another by a chunk at most.
 """
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import math
 import queue
 import threading
 import time
@@ -44,12 +47,16 @@ class Actor(ABC):
             self.events.append(event)
             if not self._is_queued:
                 # In this order: of whoever is interrupted in between (Ctrl-C) a turn too many is left, and not none.
-                self._queue_for(event).put(self)
+                self._queue_for(event).put(self, self.due_at(event))
                 self._is_queued = True
 
     def _queue_for(self, event: Any) -> RunQueue:
         """Returns the run queue in which the actor waits to handle an event, the first of those it has."""
         return self._run_queue
+
+    def due_at(self, event: Any) -> float:
+        """Returns when the event is due: who is due first has the next turn, and of equals who came first."""
+        return 0.0
 
     def take_turn(self, worker: Any) -> None:
         """Handles the first event. For workers only."""
@@ -68,7 +75,8 @@ class Actor(ABC):
                 self._is_queued = bool(self.events)
                 again = self._is_queued
             if again:
-                self._queue_for(self.events[0]).put(self)
+                event = self.events[0]
+                self._queue_for(event).put(self, self.due_at(event))
 
     @abstractmethod
     def handle(self, event: Any, worker: Any) -> None:
@@ -80,7 +88,7 @@ class Actor(ABC):
 
 
 class RunQueue:
-    """Queue of the actors that have events to handle; a None in it stops one worker.
+    """Queue of the actors that have events to handle; a None in it stops one worker, once it has taken the others.
 
     Not a `queue.SimpleQueue`: its `get` computes the remaining time twice, and waits for ever if that has become
     negative in between, as a remainder of a few microseconds does when the thread is held up.
@@ -91,7 +99,8 @@ class RunQueue:
 
     def __init__(self) -> None:
         # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
-        self._actors: deque[Actor | None] = deque()
+        self._actors: list[tuple[float, int, Actor | None]] = []  # a heap
+        self._comings = itertools.count()
         self._handed_in: deque[tuple[Actor, Any]] = deque()
         self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
@@ -100,9 +109,9 @@ class RunQueue:
         # Each step takes a lock out of those that wait, and releases it: in one call, which no signal interrupts.
         self._wake_next = map(_release, iter(self.waiting.pop, None))
 
-    def put(self, actor: Actor | None) -> None:
-        """Appends an actor. May be called from any thread."""
-        self._actors.append(actor)
+    def put(self, actor: Actor | None, due_at: float = math.inf) -> None:
+        """Adds an actor, in front of those that are due later. May be called from any thread."""
+        heapq.heappush(self._actors, (due_at, next(self._comings), actor))
         self.wake_one()
 
     def hand_in(self, actor: Actor, event: Any) -> None:
@@ -125,7 +134,7 @@ class RunQueue:
             self.wake_one()
 
     def take(self, timeout_s: float | None) -> Actor | None:
-        """Removes and returns the first item, waiting up to timeout_s, or for ever if that is None.
+        """Removes and returns who is due first, waiting up to timeout_s, or for ever if that is None.
 
         Raises:
             queue.Empty: if there was nothing in time.
@@ -135,7 +144,7 @@ class RunQueue:
             if self._handed_in:
                 self._post_handed_in()
             try:
-                return self._actors.popleft()
+                return heapq.heappop(self._actors)[2]
             except IndexError:
                 self._wait(deadline)
 
