@@ -406,6 +406,13 @@ CATALOGUE = (
         "if True else None",
         "tests/unit/staging/test_slots.py",
     ),
+    PlantedFault(
+        "who is woken and due later by now lets nobody go before",
+        "staging/rings.py",
+        "if following is not None and following is not waiter:",
+        "if grant is not None and following is not None:",
+        "tests/unit/staging/test_slots.py",
+    ),
     # ---- control
     PlantedFault(
         "of two starts of a rank the one that asks last has the place",

@@ -9,8 +9,9 @@ from itertools import product
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import EndpointDrainingError, RoomExistsError
 from kvferry.layout import Interval
+from kvferry.testing.probe import probe
 from proof.simulation.adversary import Adversary
-from proof.simulation.circumstances import WAITS
+from proof.simulation.circumstances import WAITS, Engine
 from proof.simulation.laws import Law, demand
 from proof.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from proof.simulation.processes import Process
@@ -90,6 +91,8 @@ class Callers:
             return
         if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):
             return
+        if any(self._was_sent_elsewhere(room, rank, decode) for rank in prefill.ranks):
+            return  # nor for another decode engine soon after it was sent to one: likewise
         request = new_request(number, room, prefill.ranks, decode.ranks, self._world.circumstances.layers, draw)
         self._world.add(request)
         self._unfinished += request.sides
@@ -122,6 +125,14 @@ class Callers:
             request.excused(f"{side.process.name} refuses")
         if self._queues.random() < self._world.circumstances.odds.get("queue", 0.0):
             self._queue(request)
+
+    def _was_sent_elsewhere(self, room: int, process: Process, decode: Engine) -> bool:
+        """Whether a prefill rank would refuse a number to a decode engine since it has just sent it to another."""
+        assert isinstance(process.endpoint, PrefillEndpoint)
+        sent = probe(process.endpoint).table.sent.get(room)
+        return sent is not None and not sent.receivers >= {
+            rank.endpoint.transport.endpoint_name for rank in decode.ranks
+        }
 
     def _queue(self, request: Request) -> None:
         """Has a request wait on the decode side for longer than the prefill side would wait for it."""

@@ -76,8 +76,10 @@ class WaitQueue(Generic[Need, Grant]):
             if grant is None:
                 self._places[waiter] = place
                 insort(self._line, (*place, waiter, need))
-                return None
-        self.wake_next()
+            following = self._next_to_wake()
+        # Also of one that was woken and stands behind another by now: it is the other's turn.
+        if following is not None and following is not waiter:
+            following.wake()
         return grant
 
     def withdraw(self, waiter: Waiter) -> None:

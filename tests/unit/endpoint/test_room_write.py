@@ -22,7 +22,10 @@ class Surface:
         self.log: list[tuple[str, object]] = []
         self.records: list[WriteRecord] = []
         attachment: Any = SimpleNamespace(
-            receiver="d0", moved_at=float("-inf"), end_write=lambda: self.log.append(("lists", "given back"))
+            receiver="d0",
+            moved_at=float("-inf"),
+            bytes_of=lambda unit, elected, moves: 100,
+            end_write=lambda: self.log.append(("lists", "given back")),
         )
         context: Any = SimpleNamespace(
             now=lambda: 9.0,

@@ -61,7 +61,7 @@ class _FailedAlone:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sent:
+class Sent:
     """A use of a number that ended well: when, and to whom it was sent."""
 
     ended_at: float
@@ -85,6 +85,7 @@ class RoomTable(Generic[RoomT]):
         refusals: of rooms that our caller has not opened.
         failed_alone: why rooms failed of which not all decode ranks know.
         over: uses of numbers that have ended.
+        sent: those that ended well a moment ago: to whoever else opens such a number it is refused.
     """
 
     def __init__(self, *, max_rooms: int, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
@@ -114,7 +115,7 @@ class RoomTable(Generic[RoomT]):
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
         self.over: OrderedDict[tuple[str, int], _Over] = OrderedDict()  # the latest stand last
         self._most_receivers = 1  # that any room had
-        self._sent: ForAWhile[int, _Sent] = ForAWhile(keep_s)
+        self.sent: ForAWhile[int, Sent] = ForAWhile(keep_s)
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
         self._refusal: Callable[[int], KVFerryError] | None = None
@@ -160,7 +161,7 @@ class RoomTable(Generic[RoomT]):
         """
         self.rooms[room.room] = room
         self.failed_alone.pop(room.room)
-        self._sent.pop(room.room)
+        self.sent.pop(room.room)
         pending = self.pending.of(room.room)
         self._given[room.room] = set(pending)
         before: list[tuple[str, RoomMessage]] = []
@@ -232,7 +233,7 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self.ended(receiver, message.room, message.generation, failed.error)
             raise failed.error
-        sent = self._sent.get(message.room)
+        sent = self.sent.get(message.room)
         if sent is not None and receiver not in sent.receivers:
             raise TransferFailedError(
                 f"room {message.room} was sent to {', '.join(sorted(sent.receivers))} {now - sent.ended_at:.1f} s ago, "
@@ -329,7 +330,7 @@ class RoomTable(Generic[RoomT]):
             # What the room was given it answers, even if it has ended before it looks at that.
             self._fail_alone(room.room, room.error, room.generations.keys() | given | undelivered.keys(), now)
         elif room.error is None:
-            self._sent.put(room.room, _Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
+            self.sent.put(room.room, Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
         return [(receiver, opened.request) for receiver, opened in undelivered.items() if opened.abort is None]
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
@@ -362,7 +363,7 @@ class RoomTable(Generic[RoomT]):
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         self.failed_alone.forget_old(now)
         self._dropped.forget_old(now)
-        self._sent.forget_old(now)
+        self.sent.forget_old(now)
         self.refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 
