@@ -11,8 +11,9 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -82,11 +83,13 @@ class Output:
         tokens: that were generated.
         error: why it failed; None if it did not.
         retractions: how often the engine has taken it back while it generated.
+        longest_gap_s: between its tokens, where they were read as they came.
     """
 
     tokens: tuple[int, ...]
     error: str | None
     retractions: int = 0
+    longest_gap_s: float = 0.0
 
 
 def disaggregated(mode: str, port: int, backend: str = "kvferry", **more: Any) -> dict[str, Any]:
@@ -133,10 +136,27 @@ def _run(pipe: Connection, shape: Shape) -> None:
 
     def generate_apart(arguments: dict[str, Any]) -> None:
         """As so many clients: one that fails takes no other with it."""
+        first_streams, has_begun = arguments.pop("first_streams", False), asyncio.Event()
+
+        async def streamed(own: dict[str, Any]) -> Output:
+            found: list[dict[str, Any]] = []
+            came_at: list[float] = []
+            try:
+                async for each in await engine.async_generate(**own, stream=True):
+                    found.append(each)
+                    came_at.append(time.monotonic())
+                    has_begun.set()
+            finally:
+                has_begun.set()
+            return replace(_output(found[-1]), longest_gap_s=max(b - a for a, b in pairwise(came_at)))
 
         async def one(index: int) -> Output:
             own = {name: given[index] if isinstance(given, list) else given for name, given in arguments.items()}
             try:
+                if first_streams and not index:
+                    return await streamed(own)
+                if first_streams:
+                    await has_begun.wait()
                 return _output(await engine.async_generate(**own))
             except Exception as error:
                 return Output((), str(error))
@@ -209,7 +229,8 @@ class EngineProcess:
 
         Args:
             apart: each by itself: else SGLang gives all of them up with the first that fails.
-            more: arguments of SGLang's `Engine.generate`.
+            more: arguments of SGLang's `Engine.generate`; `first_streams` of those apart: the first one's tokens are
+                read as they come, and the others are handed in once it has some.
         """
         arguments: dict[str, Any] = {
             "input_ids": [list(prompt) for prompt in prompts],
