@@ -26,6 +26,7 @@ from tests.real_engines.sglang.forking import FORKING
 
 START_S = 480.0
 ANSWER_S = 120.0
+ENDED = "the engine has ended"
 
 ROOT = Path(__file__).resolve().parents[3]
 STUBS = Path(__file__).resolve().parent / "stubs"
@@ -286,9 +287,12 @@ class EngineProcess:
     def _take(self, limit_s: float) -> tuple[str, Any]:
         deadline = time.monotonic() + limit_s
         while not self._pipe.poll(0.2):
-            assert self._process.is_alive(), "the engine has ended"
+            assert self._process.is_alive(), ENDED
             assert time.monotonic() < deadline, f"no answer within {limit_s} s"
-        found: tuple[str, Any] = self._pipe.recv()
+        try:
+            found: tuple[str, Any] = self._pipe.recv()
+        except EOFError as error:
+            raise AssertionError(ENDED) from error
         return found
 
 
