@@ -16,7 +16,11 @@ from tests.support.tiers import Tier, register_profiles
 pytest_plugins = ["kvferry.testing.pytest_plugin"]
 
 _MOST_WORKERS = 16
-_FEWEST_WORKERS = 5  # many tests wait for processes and deadlines, so that a few more than there are cores pay
+_FEWEST_WORKERS = 5
+"""Many tests of the larger tiers wait for processes and deadlines, so that a few more than there are cores pay."""
+
+_FEWEST_WORKERS_QUICK = 3
+"""What is quick waits less, and each more imports and collects everything once more."""
 
 _LONGEST_S = 6 * 3600.0
 """For a test of the long tier, which has up to twenty times as much to do."""
@@ -56,9 +60,10 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 @pytest.hookimpl(optionalhook=True)  # whoever runs one test may have no pytest-xdist
-def pytest_xdist_auto_num_workers() -> int:
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """As many processes as processors that we may use, with `-n auto`."""
-    return min(max(_FEWEST_WORKERS, len(os.sched_getaffinity(0))), _MOST_WORKERS)
+    fewest = _FEWEST_WORKERS_QUICK if tier_of(config) is Tier.QUICK else _FEWEST_WORKERS
+    return min(max(fewest, len(os.sched_getaffinity(0))), _MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` and `-k` leave tests out

@@ -37,7 +37,7 @@ PROMPTS = read_prompts()
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens, tier):
     model = seeded_model(architecture)
-    for prompt in PROMPTS[4:5] if chunk_tokens == 1 else PROMPTS[: tier.amount(quick=2, full=2, long=8)]:
+    for prompt in PROMPTS[4:5] if chunk_tokens == 1 else PROMPTS[: tier.amount(quick=1, full=2, long=8)]:
         token_ids = model.tokenize(prompt)
         prefilled = prefill_whole(model, token_ids, chunk_tokens)
         undivided = model.generate_undivided(token_ids, chunk_tokens, NEW_TOKENS)
@@ -158,7 +158,7 @@ _DAMAGE = [
 ]
 
 
-@pytest.mark.sampled(one_in=16, full=2)
+@pytest.mark.sampled(one_in=32, full=2)
 @pytest.mark.parametrize(("architecture", "damage"), _DAMAGE)
 def test_damaged_caches_change_the_tokens(architecture, damage):
     """If they did not, that tokens are equal would prove nothing about a transfer."""

@@ -154,7 +154,7 @@ def test_a_restored_cache_is_the_one_that_was_captured(architecture):
                 assert torch.equal(getattr(mine, name)[0], getattr(own, name)[0])
 
 
-@pytest.mark.sampled(one_in=7, full=3)
+@pytest.mark.sampled(one_in=18, full=3)
 @pytest.mark.parametrize("chunk_tokens", [31, 32, 33, 3, 2, 1])
 @pytest.mark.parametrize("architecture", HYBRIDS)
 def test_chunks_around_the_window_and_the_kernel(architecture, chunk_tokens, tier):
@@ -207,7 +207,7 @@ _DAMAGE = [
 ]
 
 
-@pytest.mark.sampled(one_in=26, full=3)
+@pytest.mark.sampled(one_in=52, full=3)
 @pytest.mark.parametrize(("architecture", "damage"), _DAMAGE)
 def test_damaged_states_and_windows_change_the_tokens(architecture, damage):
     """If they did not, that tokens are equal would prove nothing about a transfer."""

@@ -18,6 +18,7 @@ from tests.support.transports import (
     Pair,
     arrivals,
     connected,
+    in_tiers,
     nixl_of,
     numbers,
     until,
@@ -30,7 +31,7 @@ from kvferry.transport import NixlTransport, PeerMetadata, TransferHandle
 from kvferry.transport.nixl.shares import NixlHandle
 
 
-@pytest.fixture(params=[name for name, kind in KINDS.items() if kind.of is NixlTransport])
+@pytest.fixture(params=in_tiers(name for name, kind in KINDS.items() if kind.of is NixlTransport))
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     kit = Kit(request.param)
     yield kit
@@ -191,7 +192,9 @@ def test_what_was_half_posted_has_not_ended_because_the_peer_was_disconnected(
 
 @pytest.mark.parametrize("fails", [False, True], ids=["completes", "fails"])
 @pytest.mark.parametrize("last", [0, 1])
-@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.of is NixlTransport and kind.cuts])
+@pytest.mark.parametrize(
+    "name", in_tiers(name for name, kind in KINDS.items() if kind.of is NixlTransport and kind.cuts)
+)
 def test_a_write_that_threads_share_has_ended_when_each_share_has(
     name: str, last: int, fails: bool, monkeypatch: pytest.MonkeyPatch
 ):

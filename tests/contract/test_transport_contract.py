@@ -29,6 +29,7 @@ from tests.support.transports import (
     connected,
     cuda,
     finish,
+    in_tiers,
     numbers,
     until,
     write,
@@ -45,7 +46,7 @@ from kvferry.transport import PeerMetadata
 ANY, _ = attention_components(num_layers=1, num_kv_heads=1, head_dim=1, dtype="uint8")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=in_tiers(KINDS))
 def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     """A kit of one's own, for tests that close or restart."""
     made = Kit(request.param)
@@ -53,7 +54,7 @@ def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
     made.close()
 
 
-@pytest.fixture(params=KINDS, scope="module")
+@pytest.fixture(params=in_tiers(KINDS), scope="module")
 def shared_pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
     kit = Kit(request.param)
     yield connected(kit)

@@ -10,8 +10,9 @@ from tests.support.clusters import Clusters
 from tests.support.commands import CommandProcess
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def clusters() -> Iterator[Clusters]:
+    """Ended with the last test of this folder: idle ranks and registries keep a seventh of a core busy."""
     begun = Clusters()
     yield begun
     begun.close()

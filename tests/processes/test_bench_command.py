@@ -80,6 +80,7 @@ def test_cases_share_processes_and_a_steady_load_is_checked(commands: CommandPro
     assert all(case["ratio_to_direct"] is None for case in shown["cases"])
 
 
+@pytest.mark.full
 def test_a_prefill_that_computes_layer_by_layer_is_played(commands: CommandProcess):
     shown = result(
         commands, "--variants", "direct,staged", "--prefill-tp", "2", "--layer-time-ms", "1", "--layer-ranges", "2"
@@ -160,6 +161,7 @@ def test_so_it_does_by_kernels_into_mapped_pages(commands: CommandProcess):
     assert {case["path"] for case in shown["cases"]} == {"mapped"}
 
 
+@pytest.mark.full
 def test_a_rank_that_dies_ends_the_run_and_leaves_nobody_behind():
     command = [sys.executable, "-m", "kvferry", "bench", *SMALL, "--seconds", "60"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -118,6 +118,7 @@ def test_a_wrong_byte_fails_both_commands(registry: str):
         assert ended(prefill)[0] == 1
 
 
+@pytest.mark.full
 def test_sides_that_were_told_different_things_both_say_so(registry: str):
     said = "--page-size is 16 on the prefill side and 1 on the decode side"
     with side("prefill", registry) as prefill, side("decode", registry, "--page-size", "1") as decode:
@@ -137,8 +138,8 @@ def test_a_side_that_stays_alone_says_so_in_time(registry: str, role: str, missi
     assert f"kvferry bench --role {missing}" in errors
 
 
-@pytest.mark.sampled(one_in=2)
-@pytest.mark.parametrize("role", ["decode", "prefill"])  # a sample has the first: the test above, the other side
+@pytest.mark.full
+@pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_registry_that_is_not_there_is_named(role: str):
     with side(role, "http://127.0.0.1:9", bootstrap_timeout_s="2") as process:
         code, _, errors = ended(process)

@@ -70,6 +70,7 @@ def test_checksums_are_measured_beside_what_goes_without():
         assert found[path]["off_ms"] > 0 < found[path]["on_ms"]
 
 
+@pytest.mark.full
 def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_each():
     found = printed("open_requests.py", "--ranks", "4", "--tokens", "16384")
     for each in found.values():
@@ -80,6 +81,7 @@ def test_the_bytes_of_open_requests_depend_on_how_pages_lie_and_go_to_one_rank_e
     assert found["runs of 64"]["bytes"] < 16 * 250 + 4 * 16 * pages / 64
 
 
+@pytest.mark.full
 def test_opening_a_request_is_measured_by_its_parts():
     found = printed("opening.py", "--pages", "1,100", "--repeats", "3")
     assert list(found) == ["scattered", "in runs of 64"]
@@ -142,6 +144,7 @@ def test_an_engines_steps_are_measured_without_the_engine():
             assert step["locks"] == 0, "an engine's step waits for no other thread"
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(
     "flags",
     [

@@ -149,6 +149,6 @@ def test_a_local_checkpoint_runs_with_its_own_tokenizer_and_prompts(commands: Co
 
 
 def test_a_model_directory_without_config_is_named(tmp_path: Path):
-    run = demo("--model", str(tmp_path))
+    run = kvferry("demo", "--model", tmp_path)
     assert run.returncode == 2
     assert "config.json" in run.stderr

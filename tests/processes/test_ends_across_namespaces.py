@@ -160,6 +160,7 @@ def test_pages_are_kept_until_the_end_is_proved(scene: Callable[..., Scene], pro
     eventually("nothing is in quarantine", lambda: not its.decode.status().quarantine)
 
 
+@pytest.mark.full
 def test_staged_pages_come_back_at_once_and_the_ring_by_proof(scene: Callable[..., Scene]):
     its = scene(path="staged", staging_ring_mib=0.25, staging_chunk_mib=0.125)
     receiver = its.crash(**its.pod)

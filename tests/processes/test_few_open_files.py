@@ -14,6 +14,7 @@ import pytest
 from tests.support.real_transport import REAL, skip_unless_installed
 
 skip_unless_installed()
+pytestmark = pytest.mark.full
 
 ONE = (5,)
 SOME = (0, 2, 16, 22, 40)
@@ -21,12 +22,9 @@ SOME = (0, 2, 16, 22, 40)
 
 ALL = tuple(range(65))
 SIDES = pytest.mark.parametrize("side", ["prefill", "decode"])
-SIDES_FROM_DECODE = pytest.mark.parametrize("side", ["decode", "prefill"])
-"""For the other test: of each pair the quick tier takes the first, and so has both sides."""
-
 NUMBERS = pytest.mark.parametrize(
     "numbers",
-    [ONE, pytest.param(SOME, marks=pytest.mark.full), pytest.param(ALL, marks=pytest.mark.long)],
+    [ONE, SOME, pytest.param(ALL, marks=pytest.mark.long)],
     ids=["one number", "some numbers", "all numbers"],
 )
 
@@ -40,7 +38,6 @@ def said(side: str, phase: str, numbers: tuple[int, ...]) -> list[dict[str, Any]
     return answers
 
 
-@pytest.mark.sampled(one_in=2)
 @SIDES
 @NUMBERS
 @pytest.mark.skipif(REAL.name != "nixl", reason="the helper makes endpoints over NIXL")
@@ -53,8 +50,7 @@ def test_an_endpoint_is_made_or_says_which_limit_to_raise(side: str, numbers: tu
     assert not each["outcome"], "with enough of them it is made"
 
 
-@pytest.mark.sampled(one_in=2)
-@SIDES_FROM_DECODE
+@SIDES
 @NUMBERS
 @pytest.mark.skipif(REAL.name != "nixl", reason="the helper makes endpoints over NIXL")
 def test_the_first_connection_is_made_or_fails_alone(side: str, numbers: tuple[int, ...]):

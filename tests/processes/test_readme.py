@@ -68,8 +68,9 @@ def test_what_is_run_elsewhere_is_run(where: str):
 
 
 def cases() -> Iterator[ParameterSet]:
-    """Yields every command. The quick tier takes the first of each sort, if no other test runs that sort there."""
-    shown = {"demo", "bench"}  # tests/processes/test_demo.py, tests/processes/test_bench_command.py
+    """Yields every command. The quick tier takes the first of each sort, if no other test does what it does there."""
+    # tests/processes/test_demo.py, tests/processes/test_bench_command.py, tests/unit/applications/test_doctor.py
+    shown = {"demo", "bench", "doctor"}
     for command in HERE:
         found = re.search(r"kvferry (\w+)", command)
         sort = command if found is None else found[1]

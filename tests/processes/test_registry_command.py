@@ -7,9 +7,11 @@ import signal
 import subprocess
 import sys
 
+from tests.support.commands import kvferry
 from tests.support.waiting import PATIENCE_S
 
 from kvferry.control.registry_client import RegistryClient
+from kvferry.control.registry_server import RegistryServer
 
 
 def test_the_registry_says_where_it_answers_and_stops_on_request():
@@ -25,14 +27,10 @@ def test_the_registry_says_where_it_answers_and_stops_on_request():
 
 
 def test_a_port_that_is_taken_is_one_clear_sentence():
-    command = [sys.executable, "-m", "kvferry", "registry", "--port"]
-    with subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True) as first:
-        assert first.stdout is not None
-        said = re.search(r":(\d+)", first.stdout.readline().removeprefix("The registry answers at http:"))
-        assert said is not None
-        second = subprocess.run([*command, said[1]], capture_output=True, text=True, check=False)
-        first.terminate()
+    with RegistryServer(port=0) as first:
+        port = first.url.rpartition(":")[2]
+        second = kvferry("registry", "--port", port)
     assert second.returncode == 2
-    assert said[1] in second.stderr
+    assert port in second.stderr
     assert "KVFERRY_REGISTRY_PORT" in second.stderr
     assert "Traceback" not in second.stderr

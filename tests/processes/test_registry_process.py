@@ -53,7 +53,7 @@ def registration(incarnation: str = "first") -> RankRegistration:
     )
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)])
 def test_a_signal_ends_the_process_in_order(number: signal.Signals):
     with registry_process() as (process, url), RegistryClient(url) as client:
         client.register(registration())
@@ -63,6 +63,7 @@ def test_a_signal_ends_the_process_in_order(number: signal.Signals):
         assert process.stdout.read() == "ended\n"
 
 
+@pytest.mark.full  # test_faults_registry.py kills one in every tier
 def test_a_rank_outlives_a_registry_that_is_killed_and_comes_back():
     problems: list[Exception] = []
     with (

@@ -17,6 +17,7 @@ import psutil
 import pytest
 from tests.processes.test_bench_roles import ended, side
 from tests.support.caches import Model, Shape
+from tests.support.commands import kvferry
 from tests.support.family import command_line, wait_for_ranks
 from tests.support.processes import Rank, RankProcess
 from tests.support.real_transport import skip_unless_installed
@@ -151,23 +152,31 @@ def registry_command(*flags: str, **settings: str) -> subprocess.Popen[str]:
     )
 
 
-def test_a_registry_for_everyone_is_refused_and_says_what_to_do():
-    with registry_command("--host", "0.0.0.0") as process:
-        output, errors = process.communicate()
-    assert (process.returncode, output) == (2, "")
+def only(monkeypatch: pytest.MonkeyPatch, **settings: str) -> None:
+    """Leaves no settings in this process's variables but those."""
+    for name in [each for each in os.environ if each.startswith("KVFERRY_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(f"KVFERRY_{name.upper()}", value)
+
+
+def test_a_registry_for_everyone_is_refused_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch):
+    only(monkeypatch)
+    run = kvferry("registry", "--port", "0", "--host", "0.0.0.0")
+    assert (run.returncode, run.stdout) == (2, "")
     for words in ("KVFERRY_REGISTRY_HOST", "KVFERRY_SECRET_FILE", "KVFERRY_ALLOW_UNAUTHENTICATED"):
-        assert words in errors
-    assert "Traceback" not in errors
+        assert words in run.stderr
+    assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("settings", [{"secret": "too short"}, {"secret": ""}, {"secret_file": "/nonexistent"}])
-def test_a_secret_that_is_none_is_one_clear_sentence(settings: dict[str, str]):
-    with registry_command(**settings) as process:
-        _, errors = process.communicate()
-    assert process.returncode == 2
-    assert "KVFERRY_SECRET" in errors
-    assert "Traceback" not in errors
-    assert "too short" not in errors
+def test_a_secret_that_is_none_is_one_clear_sentence(settings: dict[str, str], monkeypatch: pytest.MonkeyPatch):
+    only(monkeypatch, **settings)
+    run = kvferry("registry", "--port", "0")
+    assert run.returncode == 2
+    assert "KVFERRY_SECRET" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert "too short" not in run.stderr
 
 
 def test_a_registry_with_a_secret_answers_only_to_those_who_know_it():

@@ -306,6 +306,7 @@ def test_sixteen_mebibytes_arrive_exact_and_before_their_notification(processes:
             assert arrived["notifications"] == [[first.transport.endpoint_name, (b"bulk %d" % number).hex()]]
 
 
+@pytest.mark.full  # the contract has it in one process
 def test_strided_rows_arrive_in_their_places_and_nothing_else_changes(processes: Processes):
     size, name = 8 * MIB, unique("second")
     ours, theirs = [(8, 512, 1024, 4000), (5 * MIB, 64, 96, 1000)], [(0, 512, 512, 5000), (4 * MIB, 64, 640, 2000)]
@@ -327,6 +328,7 @@ def test_strided_rows_arrive_in_their_places_and_nothing_else_changes(processes:
         assert report.total_bytes == 3000 * 512 + 700 * 64
 
 
+@pytest.mark.full  # the contract has it in one process
 def test_many_writes_and_notifications_arrive_once_each(processes: Processes):
     size, name = MIB, unique("second")
     with processes.here(size) as first, processes.peer(name, size) as second:
@@ -344,6 +346,7 @@ def test_many_writes_and_notifications_arrive_once_each(processes: Processes):
         assert arrived["digest"] == digest(np.ascontiguousarray(first.memory.reshape(256, 4096)[::-1]))
 
 
+@pytest.mark.full  # the contract has it in one process
 def test_the_other_process_writes_back(processes: Processes):
     size, name = MIB, unique("second")
     with processes.here(size) as first, processes.peer(name, size) as second:
@@ -392,6 +395,7 @@ def test_a_killed_peer_is_an_error_and_its_successor_of_the_same_name_is_reached
             assert third.wait(1)["digest"] == digest(first.memory)
 
 
+@pytest.mark.full
 def test_a_successor_is_reached_without_disconnecting_first(processes: Processes):
     size, name = MIB, unique("second")
     with processes.here(size) as first:
@@ -405,6 +409,7 @@ def test_a_successor_is_reached_without_disconnecting_first(processes: Processes
             assert third.wait(1)["digest"] == digest(first.memory)
 
 
+@pytest.mark.full
 def test_connecting_to_the_dead_is_an_error_sooner_or_later_and_no_hang(processes: Processes):
     """Whether connecting notices at once is the backend's affair; using the connection must."""
     size, name = MIB, unique("second")
@@ -481,6 +486,7 @@ def stuck_connections() -> int:
         return sum(unsent_bytes(connection) > 0 for connection in connections)
 
 
+@pytest.mark.full
 def test_a_connection_that_breaks_between_two_threads_shares_ends_no_write_that_still_moves(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ):

@@ -35,6 +35,7 @@ def test_without_a_seed_a_fresh_one_is_drawn():
     assert len(said) == 3
 
 
+@pytest.mark.full  # test_schedules.py searches as many
 def test_many_schedules():
     result = CliRunner().invoke(app, ["--seed", "0", "--count", "60", "--processes", "2"])
     assert result.exit_code == 0

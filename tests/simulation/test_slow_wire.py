@@ -218,6 +218,7 @@ def test_on_a_wire_slowed_to_a_tenth_all_rooms_succeed(chunks: Sequence[int]):
     assert probe(machines.prefill).admission.num_bytes == 0
 
 
+@pytest.mark.full
 def test_without_bounds_what_shares_the_wire_times_out_on_it(monkeypatch: pytest.MonkeyPatch):
     """As it was: all is posted at once."""
     PLANTED["more admitted than may be on its way"](monkeypatch)

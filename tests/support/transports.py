@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
 import numpy as np
 import pytest
+from _pytest.mark import ParameterSet
 from proof.device import FakeDevice, FakeResources
 from proof.simulated_transport import SimulatedHandle, SimulatedTransport, SimulatedWire
 from tests.support.toy_transport import ToyConnection, ToyTransport
@@ -197,6 +198,15 @@ KINDS = {
     "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name), breaks=_toy_breaks),
 }
 """Every transport that keeps the contract: a new one is added here."""
+
+
+IN_FULL = ("nixl", "nixl with threads")
+"""What only the whole proof has: `make test` has NIXL as endpoints have it, which is one of each."""
+
+
+def in_tiers(names: Iterable[str]) -> list[ParameterSet]:
+    """Returns parameters for kinds, marked with their tiers."""
+    return [pytest.param(name, marks=pytest.mark.full if name in IN_FULL else ()) for name in names]
 
 
 class Kit:

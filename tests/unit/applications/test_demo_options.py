@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
 
 from kvferry.applications.demo import options as module
 from kvferry.applications.demo.options import DemoArguments
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.errors import SettingsError, TransportUnavailableError
 from kvferry.testing.transports import FaultyTransport
+
+# Not by importing it, which every process that collects tests would wait for.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 OWN = "kvferry.testing.transports:FaultyTransport"
 

@@ -418,7 +418,7 @@ def watched(ranks: dict[str, DecodeEngine]) -> Iterator[Deployment]:
     made.close()
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_decode_server_of_which_a_rank_drains_gets_no_requests(
     watched: Deployment, ranks: dict[str, DecodeEngine], which: int
 ):
@@ -431,6 +431,7 @@ def test_a_decode_server_of_which_a_rank_drains_gets_no_requests(
     assert watched.front.retries == 0
 
 
+@pytest.mark.full
 def test_a_decode_server_that_has_drained_and_left_gets_none(
     watched: Deployment, ranks: dict[str, DecodeEngine], caplog: pytest.LogCaptureFixture
 ):

@@ -73,6 +73,7 @@ def test_stopping_leaves_nothing(supervised: Callable[..., Supervisor], program:
     assert_gone(processes)
 
 
+@pytest.mark.full
 def test_programs_that_do_not_stop_are_ended(
     supervised: Callable[..., Supervisor], program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
 ):
@@ -105,6 +106,7 @@ def test_whoever_interrupts_the_stop_ends_everything_at_once(
     assert_gone(processes)
 
 
+@pytest.mark.full
 def test_a_program_that_is_killed_comes_back(supervised: Callable[..., Supervisor], program: Callable[..., Program]):
     one = program("one")
     supervisor = supervised(one)

@@ -51,7 +51,7 @@ def has_ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_what_a_killed_command_leaves_behind_is_ended(number: signal.Signals):
     ours, child, grandchild = started()
     child.send_signal(number)
@@ -73,6 +73,7 @@ def test_stopping_the_group_stops_all():
     eventually("nothing is left", lambda: has_ended(child) and has_ended(grandchild))
 
 
+@pytest.mark.full
 def test_who_stops_the_group_as_it_starts_does_not_end_the_guard():
     """Before, a guard that a busy machine had not yet let run was ended with the group, and what was left lived on."""
     ours, child, grandchild = started("-c", SLOW_GUARD)

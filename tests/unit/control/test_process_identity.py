@@ -234,6 +234,7 @@ print(is_gone(there, machine), flush=True)
 """
 
 
+@pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize(("hidepid", "shown"), [(2, "FileNotFoundError"), (1, "PermissionError"), (0, "")])
 def test_a_process_of_another_user_lives_however_proc_is_mounted(hidepid: int, shown: str):
     """What systemd makes of `ProtectProc=invisible`, and administrators of shared machines."""

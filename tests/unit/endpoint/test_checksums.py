@@ -77,7 +77,7 @@ HYBRID = Model(layers=3, heads=4, head_dim=2, window_tokens=9, has_state=True, d
 PACKED = Model(layers=2, heads=4, head_dim=2, is_packed=True, dtype="uint8")
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
     [

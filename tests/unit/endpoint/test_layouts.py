@@ -51,7 +51,7 @@ def wanted_bytes(requests: Requests, request: Request) -> int:
 # ---- pages of unlike sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("says_tokens", [True, False], ids=["length said", "length not said"])
 @pytest.mark.parametrize(
     ("here", "there"),
@@ -135,7 +135,7 @@ def test_counts_of_any_integer_kind_are_taken(pair: Callable[..., Requests]):
 # ---- several groups ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("skips_windows", [False, True], ids=["whole", "skipping"])
 @pytest.mark.parametrize(
     ("prefill", "decode"),
@@ -317,7 +317,7 @@ def test_layers_of_a_draft_model_travel_only_where_both_sides_have_them(
 # ---- context parallelism -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [

@@ -68,7 +68,7 @@ def paths_of(request: Any) -> set[TransferPath]:
     return {write.path for sender in request.senders for write in sender.stats.writes}
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=6)
 @pytest.mark.parametrize("settings", [TIGHT, {"path": "staged"}], ids=["tight", "ample"])
 @pytest.mark.parametrize(
     ("model", "prefill", "decode"),
@@ -107,7 +107,7 @@ def test_a_prefix_inside_a_page_stays_as_it_is(pair: Callable[..., Requests]):
         requests.run_tokens(room, 5 * ATTENTION.page_tokens - 2, prefix_tokens=prefix)
 
 
-@pytest.mark.sampled(one_in=3)
+@pytest.mark.sampled(one_in=4)
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("scatter_workers", [0, 2])
 def test_many_rooms_share_a_ring_of_one_sub_chunk(pair: Callable[..., Requests], workers: int, scatter_workers: int):

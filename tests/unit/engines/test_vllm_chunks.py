@@ -19,6 +19,7 @@ def network(monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalNetwork]:
         yield found
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize(("here", "there"), [(4, 4), (4, 8), (8, 4)])
 def test_the_next_token_finds_its_chunk_whatever_prefix_is_here(

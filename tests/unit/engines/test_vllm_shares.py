@@ -61,13 +61,13 @@ DEPLOYMENTS = [
 ]
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(("here", "there"), DEPLOYMENTS, ids=str)
 def test_latents_arrive_whichever_ranks_share_their_tokens(network: LocalNetwork, here: Deployment, there: Deployment):
     cross(network, LATENTS, here, there)
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("here", "there"),
     [
@@ -110,7 +110,7 @@ def test_recurrent_state_is_divided_by_tensor_parallelism_alone(
         prefill.close()
 
 
-@pytest.mark.sampled(one_in=5)
+@pytest.mark.sampled(one_in=10)
 @pytest.mark.parametrize(
     ("here", "there"),
     [

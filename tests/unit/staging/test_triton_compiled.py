@@ -44,6 +44,7 @@ def instructions_between(alignment: int, capability: int) -> list[str]:
     return loads_and_stores("copy_selected", constants_of_runs(alignment), capability)
 
 
+@pytest.mark.sampled(one_in=5)
 @pytest.mark.parametrize("capability", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("gather", [True, False])
 @pytest.mark.parametrize("loops", [0, 1, 4])
