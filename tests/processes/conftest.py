@@ -10,12 +10,20 @@ from tests.support.clusters import Clusters
 from tests.support.commands import CommandProcess
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def clusters() -> Iterator[Clusters]:
-    """Ended with the last test of this folder: idle ranks and registries keep a seventh of a core busy."""
     begun = Clusters()
     yield begun
     begun.close()
+
+
+@pytest.hookimpl(tryfirst=True)  # while the test still has its fixtures
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends clusters after the last of the tests that strike them: idle, they take a percent of a core for each rank."""
+    clusters = item.funcargs.get("clusters") if isinstance(item, pytest.Function) else None
+    goes_on = isinstance(nextitem, pytest.Function) and "clusters" in nextitem.fixturenames
+    if clusters is not None and not goes_on:
+        clusters.close()
 
 
 @pytest.fixture(scope="module")
