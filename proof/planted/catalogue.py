@@ -1302,8 +1302,8 @@ CATALOGUE = (
     PlantedFault(
         "whoever takes memory leaves the rest to nobody",
         "staging/rings.py",
-        "        self.wake_next()\n        return grant",
-        "        return grant",
+        "if following is not None and following is not waiter:",
+        "if grant is None and following is not None and following is not waiter:",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(

@@ -22,7 +22,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     """Ends clusters after the last of the tests that strike them: idle, they take a percent of a core for each rank."""
     clusters = item.funcargs.get("clusters") if isinstance(item, pytest.Function) else None
     goes_on = isinstance(nextitem, pytest.Function) and "clusters" in nextitem.fixturenames
-    if clusters is not None and not goes_on:
+    if isinstance(clusters, Clusters) and not goes_on:
         clusters.close()
 
 
