@@ -31,7 +31,7 @@ def searched(first: int, count: int, tier: Tier) -> Findings:
 
 @pytest.mark.timeout(3600)
 def test_known_schedules_keep_all_laws(tier: Tier):
-    count = tier.amount(quick=30, full=500, long=15_000)
+    count = tier.amount(quick=50, full=500, long=15_000)
     found = searched(0, count, tier)
     for kind in TROUBLES:
         is_counted = kind not in ("absent", "miscount")  # these befall requests, and are not counted one by one
