@@ -409,8 +409,8 @@ CATALOGUE = (
     PlantedFault(
         "who is woken and due later by now lets nobody go before",
         "staging/rings.py",
-        "if following is not None and following is not waiter:",
-        "if grant is not None and following is not None:",
+        "if (grant is not None or was_next) and following",
+        "if grant is not None and following",
         "tests/unit/staging/test_slots.py",
     ),
     # ---- control
@@ -1302,15 +1302,15 @@ CATALOGUE = (
     PlantedFault(
         "whoever takes memory leaves the rest to nobody",
         "staging/rings.py",
-        "if following is not None and following is not waiter:",
-        "if grant is None and following is not None and following is not waiter:",
+        "if (grant is not None or was_next) and following",
+        "if was_next and grant is None and following",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(
         "the lock is dropped where memory is taken",
         "staging/rings.py",
-        "        with self.lock:\n            came",
-        "        if True:\n            came",
+        "        with self.lock:\n            was_next",
+        "        if True:\n            was_next",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(

@@ -70,6 +70,7 @@ class WaitQueue(Generic[Need, Grant]):
     def take(self, need: Need, waiter: Waiter, due_at: float = 0.0) -> Grant | None:
         """Takes what is needed; None if the waiter must wait: it is woken when it is free, or `withdraw`s."""
         with self.lock:
+            was_next = self._next_to_wake() is waiter
             came = self._leave(waiter)
             place = due_at, next(self._comings) if came is None else came
             grant = self._grant(need) if self._first_before(place) is None else None
@@ -77,8 +78,8 @@ class WaitQueue(Generic[Need, Grant]):
                 self._places[waiter] = place
                 insort(self._line, (*place, waiter, need))
             following = self._next_to_wake()
-        # Also of one that was woken and stands behind another by now: it is the other's turn.
-        if following is not None and following is not waiter:
+        # Whoever was woken and stands behind another by now leaves its turn to that one.
+        if (grant is not None or was_next) and following is not None and following is not waiter:
             following.wake()
         return grant
 
