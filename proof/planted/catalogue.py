@@ -402,7 +402,7 @@ CATALOGUE = (
     PlantedFault(
         "whoever asks for memory is served before those who are due first",
         "staging/rings.py",
-        "if self._first_before(place) is None else None",
+        "if self._first_before(turn) is None else None",
         "if True else None",
         "tests/unit/staging/test_slots.py",
     ),
@@ -1507,8 +1507,8 @@ CATALOGUE = (
     PlantedFault(
         "nobody is next where the first in line gives up",
         "endpoint/prefill/admission.py",
-        "            lane.leave(applicant)\n            self._line_up(receiver, lane)\n",
-        "            lane.leave(applicant)\n",
+        "                return\n            self._line_up(receiver, lane)\n",
+        "                return\n",
         "tests/unit/endpoint/test_admission.py tests/simulation/test_interleavings.py",
     ),
     PlantedFault(

@@ -804,8 +804,9 @@ def _waiters_forgotten(patch: pytest.MonkeyPatch) -> None:
 
     def reserve(ring: SharedRing, num_bytes: int, waiter: Waiter, due_at: float = 0.0) -> Span | None:
         span = right(ring, num_bytes, waiter, due_at)
-        if span is None and waiter is not ring._queue._line[0][2]:
-            ring._queue._leave(waiter)
+        first = ring._queue._line.first
+        if span is None and first is not None and waiter is not first.who:
+            ring._queue._line.leave(waiter)
         return span
 
     patch.setattr(SharedRing, "reserve", reserve)

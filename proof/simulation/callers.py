@@ -129,10 +129,8 @@ class Callers:
     def _was_sent_elsewhere(self, room: int, process: Process, decode: Engine) -> bool:
         """Whether a prefill rank would refuse a number to a decode engine since it has just sent it to another."""
         assert isinstance(process.endpoint, PrefillEndpoint)
-        sent = probe(process.endpoint).table.sent.get(room)
-        return sent is not None and not sent.receivers >= {
-            rank.endpoint.transport.endpoint_name for rank in decode.ranks
-        }
+        table = probe(process.endpoint).table
+        return any(table.sent_elsewhere(room, rank.endpoint.transport.endpoint_name) for rank in decode.ranks)
 
     def _queue(self, request: Request) -> None:
         """Has a request wait on the decode side for longer than the prefill side would wait for it."""

@@ -217,13 +217,11 @@ class Inspector:
         """Nobody waits to be admitted while there is room for who is due before all others for whom it is not full."""
         assert isinstance(process.endpoint, PrefillEndpoint)
         admission = probe(process.endpoint).admission
-        waits = [(lane, first) for lane in admission.lanes.values() if (first := lane.first()) is not None]
-        firsts = [first for lane, first in waits if admission._fits_lane(lane, first.num_bytes)]
+        waits = [(lane, first) for lane in admission.lanes.values() if (first := lane.waiting.first) is not None]
+        firsts = [first for lane, first in waits if admission._fits_lane(lane, first.need)]
         first = min(firsts, key=lambda each: each.turn, default=None)
-        if first is not None and admission._fits_all(first.num_bytes):
-            raise ViolationError(
-                Law.GOES_ON, f"{process.name}: {first.num_bytes} bytes wait to be admitted, and need not"
-            )
+        if first is not None and admission._fits_all(first.need):
+            raise ViolationError(Law.GOES_ON, f"{process.name}: {first.need} bytes wait to be admitted, and need not")
 
     def check_post(self, transfer: SimulatedHandle) -> None:
         """A write was posted: is that more than may be on its way?"""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 import threading
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from kvferry.plan.packing import aligned
+from kvferry.staging.lines import Line, Standing, Turn
 
 _BEHIND_ALL = (math.inf, 0)
 
@@ -30,10 +30,6 @@ class Waiter(Protocol):
 
     def wake(self) -> None:
         """It is your turn: try again. From any thread; returns at once."""
-
-
-def _place_of(standing: tuple[float, int, Waiter, object]) -> tuple[float, int]:
-    return standing[:2]
 
 
 class WaitQueue(Generic[Need, Grant]):
@@ -61,8 +57,7 @@ class WaitQueue(Generic[Need, Grant]):
         self._grant = grant
         self._is_free = is_free
         self._may_overtake = may_overtake
-        self._places: dict[Waiter, tuple[float, int]] = {}
-        self._line: list[tuple[float, int, Waiter, Need]] = []  # by their places
+        self._line: Line[Waiter, Need] = Line()
 
     def __len__(self) -> int:
         return len(self._line)
@@ -71,12 +66,11 @@ class WaitQueue(Generic[Need, Grant]):
         """Takes what is needed; None if the waiter must wait: it is woken when it is free, or `withdraw`s."""
         with self.lock:
             was_next = self._next_to_wake() is waiter
-            came = self._leave(waiter)
-            place = due_at, next(self._comings) if came is None else came
-            grant = self._grant(need) if self._first_before(place) is None else None
+            before = self._line.leave(waiter)
+            turn = due_at, next(self._comings) if before is None else before[1]
+            grant = self._grant(need) if self._first_before(turn) is None else None
             if grant is None:
-                self._places[waiter] = place
-                insort(self._line, (*place, waiter, need))
+                self._line.join(Standing(turn, waiter, need))
             following = self._next_to_wake()
         # Whoever was woken and stands behind another by now leaves its turn to that one.
         if (grant is not None or was_next) and following is not None and following is not waiter:
@@ -86,7 +80,7 @@ class WaitQueue(Generic[Need, Grant]):
     def withdraw(self, waiter: Waiter) -> None:
         """Ends a wait. Whoever does not wait is ignored."""
         with self.lock:
-            if self._leave(waiter) is None:
+            if self._line.leave(waiter) is None:
                 return
         self.wake_next()
 
@@ -99,24 +93,16 @@ class WaitQueue(Generic[Need, Grant]):
 
     def _next_to_wake(self) -> Waiter | None:
         first = self._first_before(_BEHIND_ALL)
-        return first[0] if first is not None and self._is_free(first[1]) else None
+        return first.who if first is not None and self._is_free(first.need) else None
 
-    def _first_before(self, place: tuple[float, int]) -> tuple[Waiter, Need] | None:
-        """The waiter, with what it needs, that nobody behind it may go before; None if none stands before a place."""
-        for due_at, came, waiter, need in self._line:
-            if (due_at, came) >= place:
+    def _first_before(self, turn: Turn) -> Standing[Waiter, Need] | None:
+        """The waiter that nobody behind it may go before; None if none stands before a turn."""
+        for standing in self._line:
+            if standing.turn >= turn:
                 break
-            if not self._may_overtake or self._is_free(need):
-                return waiter, need
+            if not self._may_overtake or self._is_free(standing.need):
+                return standing
         return None
-
-    def _leave(self, waiter: Waiter) -> int | None:
-        """Takes a waiter out of the line; returns which one it was that came, None if it did not wait."""
-        place = self._places.pop(waiter, None)
-        if place is None:
-            return None
-        del self._line[bisect_left(self._line, place, key=_place_of)]
-        return place[1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,14 +11,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import threading
-from bisect import bisect_left, insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from kvferry.endpoint.runtime.threads import do_each
 from kvferry.protocol.time_awake import TimeAwake
 from kvferry.settings import Settings
+from kvferry.staging.lines import Line, Standing, Turn
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,23 +36,6 @@ class Applicant(Protocol):
         """Takes what it asked for. From any thread; returns at once."""
 
 
-_Turn: TypeAlias = tuple[float, int]
-"""When somebody is due, and how many came before."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """Somebody who waits."""
-
-    turn: _Turn
-    applicant: Applicant
-    num_bytes: int
-
-
-def _turn_of(waiting: _Waiting) -> _Turn:
-    return waiting.turn
-
-
 @dataclass(slots=True)
 class _Lane:
     """What is on its way to one receiver, and who waits to write to it.
@@ -62,8 +45,7 @@ class _Lane:
         moved_at: when the first of them was admitted, or one of them last ended.
         still_s: how long ago that is, without the time in which this process did not run.
         stands_still: whether that is so long that they keep nobody else waiting.
-        waiting: in the order of their turns.
-        turns: those of whoever waits.
+        waiting: those who wait, and the bytes that each needs.
         ready_turn: the last turn that was put among those that only the bound for all keeps waiting.
     """
 
@@ -71,22 +53,8 @@ class _Lane:
     moved_at: float = 0.0
     still_s: float = 0.0
     stands_still: bool = False
-    waiting: list[_Waiting] = field(default_factory=list)
-    turns: dict[Applicant, _Turn] = field(default_factory=dict)
-    ready_turn: _Turn | None = None
-
-    def first(self) -> _Waiting | None:
-        """Returns who is next."""
-        return self.waiting[0] if self.waiting else None
-
-    def line_up(self, waiting: _Waiting) -> None:
-        """Adds one, before those who are due later."""
-        self.turns[waiting.applicant] = waiting.turn
-        insort(self.waiting, waiting, key=_turn_of)
-
-    def leave(self, applicant: Applicant) -> None:
-        """Takes one out."""
-        del self.waiting[bisect_left(self.waiting, self.turns.pop(applicant), key=_turn_of)]
+    waiting: Line[Applicant, int] = field(default_factory=Line)
+    ready_turn: Turn | None = None
 
 
 class Admission:
@@ -124,7 +92,7 @@ class Admission:
         self._awake = TimeAwake(stalls_after_s)
         self._comings = itertools.count()
         # Turns of the first in line at receivers that have room for it; stale where another is first by now.
-        self.ready: list[tuple[_Turn, str]] = []
+        self.ready: list[tuple[Turn, str]] = []
 
     @classmethod
     def of(cls, settings: Settings, now: Callable[[], float]) -> Admission:
@@ -157,8 +125,8 @@ class Admission:
             lane = self.lanes.get(receiver)
             if lane is None:
                 return None
-            first = lane.first()
-            fits = first is not None and self._fits_lane(lane, first.num_bytes)
+            first = lane.waiting.first
+            fits = first is not None and self._fits_lane(lane, first.need)
             return self._moved_at if fits else lane.moved_at
 
     def admit(self, receiver: str, num_bytes: int, applicant: Applicant, due_at: float = 0.0) -> Admitted | None:
@@ -168,7 +136,7 @@ class Admission:
         """
         with self._lock:
             lane = self.lanes.setdefault(receiver, _Lane())
-            lane.line_up(_Waiting((due_at, next(self._comings)), applicant, num_bytes))
+            lane.waiting.join(Standing((due_at, next(self._comings)), applicant, num_bytes))
             self._line_up(receiver, lane)
             served = self._serve()
         own = next((admitted for each, admitted in served if each is applicant), None)
@@ -179,9 +147,8 @@ class Admission:
         """Ends a wait. Whoever does not wait is ignored."""
         with self._lock:
             lane = self.lanes.get(receiver)
-            if lane is None or applicant not in lane.turns:
+            if lane is None or lane.waiting.leave(applicant) is None:
                 return
-            lane.leave(applicant)
             self._line_up(receiver, lane)
             self._drop_if_empty(receiver, lane)
             served = self._serve()
@@ -235,8 +202,8 @@ class Admission:
 
     def _line_up(self, receiver: str, lane: _Lane) -> None:
         """Lets the first in line at a receiver have its turn, if there is room at that receiver."""
-        first = lane.first()
-        if first is not None and first.turn != lane.ready_turn and self._fits_lane(lane, first.num_bytes):
+        first = lane.waiting.first
+        if first is not None and first.turn != lane.ready_turn and self._fits_lane(lane, first.need):
             lane.ready_turn = first.turn
             heapq.heappush(self.ready, (lane.ready_turn, receiver))
 
@@ -246,17 +213,17 @@ class Admission:
         while self.ready:
             turn, receiver = self.ready[0]
             lane = self.lanes.get(receiver)
-            first = lane.first() if lane is not None else None
+            first = lane.waiting.first if lane is not None else None
             if lane is None or first is None or first.turn != turn:
                 heapq.heappop(self.ready)  # stale, until it is first again
                 if lane is not None and lane.ready_turn == turn:
                     lane.ready_turn = None
                 continue
-            if not self._fits_all(first.num_bytes):
+            if not self._fits_all(first.need):
                 break
             heapq.heappop(self.ready)
-            lane.leave(first.applicant)
-            served.append((first.applicant, self._admitted(receiver, lane, first.num_bytes)))
+            lane.waiting.leave(first.who)
+            served.append((first.who, self._admitted(receiver, lane, first.need)))
             self._line_up(receiver, lane)
         return served
 

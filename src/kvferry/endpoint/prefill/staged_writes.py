@@ -222,13 +222,14 @@ class StagedWrites:
     def write(self, write: StagedWrite) -> None:
         """Posts a write behind those before it, when there is memory for it."""
         self.writes[write.command.sequence] = write
-        self._look_when_due()
-        self.wake()
+        self._go_on()
 
-    def _look_when_due(self) -> None:
+    def _go_on(self) -> None:
+        """Schedules a turn of the room behind others that are due before, if there is anything to post."""
         first = self._next
         if first is not None:
             self._due_at = due_at(first.submitted_at, sum(write.left_bytes for write in self.writes.values()))
+            self.wake()
 
     def wake(self) -> None:
         """Schedules a turn of the room, unless one is scheduled already. For any thread."""
@@ -261,9 +262,7 @@ class StagedWrites:
             part.is_new = False
             if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
                 self.landed(part, worker)
-        if self._next is not None:
-            self._look_when_due()
-            self.wake()  # behind others that are due before
+        self._go_on()
 
     @property
     def _next(self) -> StagedWrite | None:

@@ -61,7 +61,7 @@ class _FailedAlone:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class _Sent:
     """A use of a number that ended well: when, and to whom it was sent."""
 
     ended_at: float
@@ -85,7 +85,6 @@ class RoomTable(Generic[RoomT]):
         refusals: of rooms that our caller has not opened.
         failed_alone: why rooms failed of which not all decode ranks know.
         over: uses of numbers that have ended.
-        sent: those that ended well a moment ago: to whoever else opens such a number it is refused.
     """
 
     def __init__(self, *, max_rooms: int, max_pending: int, most_page_bytes: int, keep_s: float) -> None:
@@ -115,7 +114,7 @@ class RoomTable(Generic[RoomT]):
         # is done passes on, and a refusal says which use of the number came before the one that it is for.
         self.over: OrderedDict[tuple[str, int], _Over] = OrderedDict()  # the latest stand last
         self._most_receivers = 1  # that any room had
-        self.sent: ForAWhile[int, Sent] = ForAWhile(keep_s)
+        self._sent: ForAWhile[int, _Sent] = ForAWhile(keep_s)
         self._given: dict[int, set[str]] = {}  # whose open requests each open room was given
         self._is_closed = False
         self._refusal: Callable[[int], KVFerryError] | None = None
@@ -131,6 +130,11 @@ class RoomTable(Generic[RoomT]):
         if failed is not None:
             self.failed_alone.put(room, failed, now, limit=self._max_rooms)
         return self.rooms.get(room)
+
+    def sent_elsewhere(self, room: int, receiver: str) -> _Sent | None:
+        """Returns the use of a number that others got a moment ago, so that it is refused to this receiver."""
+        sent = self._sent.get(room)
+        return sent if sent is not None and receiver not in sent.receivers else None
 
     def is_asked_for(self, room: int) -> bool:
         """Whether a decode rank waits for a room that our caller has not opened."""
@@ -161,7 +165,7 @@ class RoomTable(Generic[RoomT]):
         """
         self.rooms[room.room] = room
         self.failed_alone.pop(room.room)
-        self.sent.pop(room.room)
+        self._sent.pop(room.room)
         pending = self.pending.of(room.room)
         self._given[room.room] = set(pending)
         before: list[tuple[str, RoomMessage]] = []
@@ -233,8 +237,7 @@ class RoomTable(Generic[RoomT]):
             failed.receivers.add(receiver)
             self.ended(receiver, message.room, message.generation, failed.error)
             raise failed.error
-        sent = self.sent.get(message.room)
-        if sent is not None and receiver not in sent.receivers:
+        if (sent := self.sent_elsewhere(message.room, receiver)) is not None:
             raise TransferFailedError(
                 f"room {message.room} was sent to {', '.join(sorted(sent.receivers))} {now - sent.ended_at:.1f} s ago, "
                 "and a request's cache is sent once: send the request to the prefill side again"
@@ -330,7 +333,7 @@ class RoomTable(Generic[RoomT]):
             # What the room was given it answers, even if it has ended before it looks at that.
             self._fail_alone(room.room, room.error, room.generations.keys() | given | undelivered.keys(), now)
         elif room.error is None:
-            self.sent.put(room.room, Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
+            self._sent.put(room.room, _Sent(now, frozenset(room.generations)), now, limit=REMEMBERED)
         return [(receiver, opened.request) for receiver, opened in undelivered.items() if opened.abort is None]
 
     def _fail_alone(self, room: int, error: KVFerryError, receivers: set[str], now: float) -> None:
@@ -363,7 +366,7 @@ class RoomTable(Generic[RoomT]):
         """Drops the pending opens that our caller did not match in time. Returns them, to be refused."""
         self.failed_alone.forget_old(now)
         self._dropped.forget_old(now)
-        self.sent.forget_old(now)
+        self._sent.forget_old(now)
         self.refusals.expired(now)  # nobody waits for an answer
         return self._expired_opens(now)
 
