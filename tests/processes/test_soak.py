@@ -13,6 +13,7 @@ from benchmarks.soak.__main__ import main
 from benchmarks.soak.causes import UNKNOWN, cause
 from benchmarks.soak.faults import Faults, Kind
 from benchmarks.soak.watch import DESCRIPTORS_TOLERANCE, MEMORY_TOLERANCE_MIB, SOCKETS_FOR_REUNION, Look, trend
+from tests.support.commands import called
 from tests.support.real_transport import skip_unless_installed
 
 skip_unless_installed()
@@ -93,11 +94,7 @@ def test_sockets_that_nixl_keeps_are_allowed_for():
 
 
 @pytest.mark.parametrize("flags", [("--minutes", "0"), ("--in-flight", "3"), ("--quiet", "-1")])
-def test_impossible_open_requests_are_refused(
-    flags: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(sys, "argv", ["python -m benchmarks.soak", *flags])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert flags[0] in capsys.readouterr().err
+def test_impossible_open_requests_are_refused(flags: tuple[str, str]):
+    run = called(main, "soak", *flags)
+    assert run.returncode == 2
+    assert flags[0] in run.stderr

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import subprocess
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
@@ -20,19 +21,24 @@ Completed: TypeAlias = subprocess.CompletedProcess[str]
 
 def kvferry(*arguments: str | Path) -> Completed:
     """Runs a command in this process, for tests of what it says. Not for what starts processes or handles signals."""
-    command = ["kvferry", *map(str, arguments)]
+    return called(main, "kvferry", *arguments)
+
+
+def called(program: Callable[[], object], *command: str | Path) -> Completed:
+    """Runs a program in this process, by a function that reads its arguments from `sys.argv`; as `kvferry` does."""
+    arguments = [*map(str, command)]
     code = 0
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.redirect_stderr(io.StringIO()) as errors:
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr("sys.argv", command)
-                main()
+                patch.setattr("sys.argv", arguments)
+                program()
         except SystemExit as ended:
             code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         except Exception:
             traceback.print_exc()
             code = 1
-    return subprocess.CompletedProcess(command, code, output.getvalue(), errors.getvalue())
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
 class CommandProcess:
