@@ -928,6 +928,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_same_caches.py",
     ),
     PlantedFault(
+        "A rank that is silent while it prepares is given up, and the rooms with it",
+        "endpoint/decode/heartbeats.py",
+        "silent is not None and link.state is not LinkState.READY",
+        "silent is not None and link.state is LinkState.GREETING",
+        "tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
         "An engine that has ended is waited for",
         "endpoint/decode/links.py",
         "isinstance(problem, RegistryAccessError | EngineEndedError)",

@@ -36,7 +36,7 @@ from tests.support.victims import (
 skip_unless_installed()
 OPENED_AFTERWARDS = (Step.NOT_CONNECTED, Step.OPEN_ON_PREFILL)
 NEVER_ASKED = (Step.NOT_CONNECTED, Step.ATTACHING)
-"""The prefill rank has not been asked for the room, so that it cannot write."""
+"""The prefill rank has not been asked for the room: it cannot write, and the room waits until it answers."""
 
 NEVER_ASKED_IF_DEAD = (*NEVER_ASKED, Step.OPEN_ON_PREFILL)
 """It died before it was asked: the room is its successor's."""
@@ -82,7 +82,7 @@ class PrefillCell(Cell):
         """
         if self.step is Step.SUCCEEDED:
             return
-        is_found = self.step is not Step.NOT_CONNECTED and not (is_dead and self.step in NEVER_ASKED_IF_DEAD)
+        is_found = self.step not in (NEVER_ASKED_IF_DEAD if is_dead else NEVER_ASKED)
         self.says_why(self.cluster.fails(self.decode, self.room), is_found=is_found)
 
     def says_why(self, end: End, *, is_found: bool) -> None:
@@ -157,15 +157,16 @@ def frozen_for_long(cell: PrefillCell) -> None:
     struck_at = time.monotonic()
     prefill.process.freeze()
     cell.struck()
-    if cell.step is not Step.NOT_CONNECTED:
+    waits = cell.step in NEVER_ASKED
+    if not waits:
         cell.decode_fails()
     noticed(struck_at)
-    is_reused = cell.step is not Step.NOT_CONNECTED and cell.decode.do(Rank.reuse, room.number, 0.0)
+    is_reused = not waits and cell.decode.do(Rank.reuse, room.number, 0.0)
     prefill.process.thaw()
     prefill.do(Rank.open_gates)
-    if cell.step is not Step.NOT_CONNECTED:
+    if not waits:
         is_reused = is_reused or cell.decode.do(Rank.reuse, room.number, END_S)
-    if cell.step is Step.NOT_CONNECTED:
+    if waits:
         cluster.finish(room)
     elif cell.step is Step.BEFORE_FINISH:  # it tells a decode rank that does not care any more
         assert prefill.do(Rank.end, room.number, END_S).state in ("SUCCESS", "FAILED")

@@ -210,11 +210,6 @@ class Rank:
         links = probe(self.endpoint).links.current
         return {peer.endpoint for link in links if link.key.engine == engine for peer in link.peers}
 
-    def seeks(self, engine: str) -> bool:
-        """Whether a decode rank has a link to an engine, or tries to."""
-        assert isinstance(self.endpoint, DecodeEndpoint)
-        return any(link.key.engine == engine for link in probe(self.endpoint).links.current)
-
     def connections(self) -> dict[str, int]:
         """By the decode rank that it is with, the number of the connection that a prefill rank has now."""
         assert isinstance(self.endpoint, PrefillEndpoint)

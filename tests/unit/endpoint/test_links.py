@@ -714,3 +714,28 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
             receiver.wait(WAIT_S)
         finally:
             goes_on.set()
+
+
+def test_a_rank_that_is_silent_while_it_prepares_is_waited_for(engines: Callable[..., Engines]):
+    with ControlProxy() as proxy:
+        both = engines(heartbeat_interval_s=0.05, peer_timeout_s=0.3, advertise_port=proxy.port)
+        prepares, goes_on = threading.Event(), threading.Event()
+
+        def prepare(_: Any) -> None:
+            prepares.set()
+            goes_on.wait(2 * WAIT_S)
+
+        prefill, decode = both.prefill(Model()), both.decode(Model())
+        prefill.transports[0].on_prepare = prepare
+        proxy.target = probe(prefill.endpoints[0]).port
+        receiver = decode.endpoints[0].open(1, np.arange(3), engine=prefill.name)
+        assert prepares.wait(WAIT_S)
+        proxy.hold()
+        eventually(
+            "it is asked anew what it holds",
+            lambda: [link.state.name for link in probe(decode.endpoints[0]).links.current] == ["GREETING"],
+        )
+        proxy.heal()
+        goes_on.set()
+        prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
+        receiver.wait(WAIT_S)

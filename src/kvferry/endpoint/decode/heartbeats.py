@@ -49,7 +49,7 @@ class Heartbeats:
             silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
                 self._check_processes(link, now)
-                if silent is not None and link.state is LinkState.GREETING:
+                if silent is not None and link.state is not LinkState.READY:
                     self._links.start_over(link, now)
                 elif silent is not None:
                     raise PeerDisconnectedError(
