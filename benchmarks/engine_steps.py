@@ -474,7 +474,7 @@ def sglang_prefill() -> Sides:
         def grow(first: int, stop: int) -> None:
             for number in range(first, stop):
                 sender = sglang_request(KVFerrySender, ours, number, KVPoll.Bootstrapping)
-                sender._transfer = endpoint.open(number)
+                sender.transfer = endpoint.open(number)
                 sender._seen = None
                 sender._opens_later = False
                 our_pollers.append(sender)
@@ -510,10 +510,10 @@ def sglang_decode() -> Sides:
             engine.open(first, stop)
             for number in range(first, stop):
                 receiver = sglang_request(KVFerryReceiver, ours, number, KVPoll.WaitingForInput)
-                receiver._transfer = endpoint.open(number, np.arange(1))
+                receiver.transfer = endpoint.open(number, np.arange(1))
                 receiver._seen = None
                 our_pollers.append(receiver)
-            until(lambda: all(each._transfer.state.value != "bootstrapping" for each in our_pollers))
+            until(lambda: all(each.transfer.state.value != "bootstrapping" for each in our_pollers))
 
         yield "kvferry", grow, lambda: [int(each.poll()) for each in our_pollers]
     engine.close()
