@@ -1316,8 +1316,8 @@ CATALOGUE = (
     PlantedFault(
         "the lock is dropped where memory is taken",
         "staging/rings.py",
-        "        with self.lock:\n            was_next",
-        "        if True:\n            was_next",
+        "        with self.lock:\n            if not self._line and",
+        "        if True:\n            if not self._line and",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(

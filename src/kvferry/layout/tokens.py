@@ -110,7 +110,7 @@ class TokenPartition(msgspec.Struct, frozen=True):
     @property
     def is_whole(self) -> bool:
         """Whether one part holds every position."""
-        return self.num_parts == 1
+        return not any(self.pattern)
 
     @property
     def depends_on_length(self) -> bool:

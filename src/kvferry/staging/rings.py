@@ -65,6 +65,8 @@ class WaitQueue(Generic[Need, Grant]):
     def take(self, need: Need, waiter: Waiter, due_at: float = 0.0) -> Grant | None:
         """Takes what is needed; None if the waiter must wait: it is woken when it is free, or `withdraw`s."""
         with self.lock:
+            if not self._line and (grant := self._grant(need)) is not None:
+                return grant
             was_next = self._next_to_wake() is waiter
             before = self._line.leave(waiter)
             turn = due_at, next(self._comings) if before is None else before[1]

@@ -25,8 +25,8 @@ class Named(Actor):
         super().__init__(run_queue)
         self.post(due_at)
 
-    def due_at(self, event: float) -> float:
-        return event
+    def _line_up(self, event: float) -> None:
+        self._run_queue.put(self, event)
 
     def handle(self, event: float, worker: list[float]) -> None:
         worker.append(event)

@@ -136,6 +136,9 @@ class Admission:
         """
         with self._lock:
             lane = self.lanes.setdefault(receiver, _Lane())
+            nobody_waits = not (lane.waiting or self.ready)
+            if nobody_waits and self._fits_lane(lane, num_bytes) and self._fits_all(num_bytes):
+                return self._admitted(receiver, lane, num_bytes)
             lane.waiting.join(Standing((due_at, next(self._comings)), applicant, num_bytes))
             self._line_up(receiver, lane)
             served = self._serve()

@@ -14,7 +14,7 @@ from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, Targe
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
 from kvferry.endpoint.reporting import RoomReport
-from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
+from kvferry.endpoint.runtime.run_queue import Actor
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
@@ -177,11 +177,11 @@ class RoomActor(Actor):
             report=self._report,
         )
 
-    def _queue_for(self, event: RoomEvent) -> RunQueue:
-        return self._gathering if isinstance(event, PostNextPart) else super()._queue_for(event)
-
-    def due_at(self, event: RoomEvent) -> float:
-        return event.due_at if isinstance(event, PostNextPart) else super().due_at(event)
+    def _line_up(self, event: RoomEvent) -> None:
+        if isinstance(event, PostNextPart):
+            self._gathering.put(self, event.due_at)
+        else:
+            super()._line_up(event)
 
     @property
     def state(self) -> TransferState:

@@ -47,16 +47,12 @@ class Actor(ABC):
             self.events.append(event)
             if not self._is_queued:
                 # In this order: of whoever is interrupted in between (Ctrl-C) a turn too many is left, and not none.
-                self._queue_for(event).put(self, self.due_at(event))
+                self._line_up(event)
                 self._is_queued = True
 
-    def _queue_for(self, event: Any) -> RunQueue:
-        """Returns the run queue in which the actor waits to handle an event, the first of those it has."""
-        return self._run_queue
-
-    def due_at(self, event: Any) -> float:
-        """Returns when the event is due: who is due first has the next turn, and of equals who came first."""
-        return 0.0
+    def _line_up(self, event: Any) -> None:
+        """Waits in a run queue for the turn in which it handles an event, the first of those it has."""
+        self._run_queue.put(self, due_at=0.0)
 
     def take_turn(self, worker: Any) -> None:
         """Handles the first event. For workers only."""
@@ -75,8 +71,7 @@ class Actor(ABC):
                 self._is_queued = bool(self.events)
                 again = self._is_queued
             if again:
-                event = self.events[0]
-                self._queue_for(event).put(self, self.due_at(event))
+                self._line_up(self.events[0])
 
     @abstractmethod
     def handle(self, event: Any, worker: Any) -> None:

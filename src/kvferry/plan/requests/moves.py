@@ -99,7 +99,7 @@ def check_chunk(chunk: Chunk, request: ReceiverRequest, next_pages: Mapping[str,
             done = part.stop
         expected = -(-high // page_tokens)
         reached = max(low, done * page_tokens)  # what comes before that is not needed
-        is_short = chunk.is_last and low < high and reached < _least(request, route, demand)
+        is_short = chunk.is_last and reached < high and reached < _least(request, route, demand)
         if is_short or (done > expected and not route.has_slots):
             what = "slots" if route.has_slots else f"pages of {page_tokens} tokens"
             raise PageError(
