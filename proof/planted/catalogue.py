@@ -930,8 +930,8 @@ CATALOGUE = (
     PlantedFault(
         "A rank that is silent while it prepares is given up, and the rooms with it",
         "endpoint/decode/heartbeats.py",
-        "silent is not None and link.state is not LinkState.READY",
-        "silent is not None and link.state is LinkState.GREETING",
+        "        if link.state is LinkState.READY:\n            raise",
+        "        if link.state is not LinkState.GREETING:\n            raise",
         "tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(

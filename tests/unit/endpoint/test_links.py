@@ -67,6 +67,18 @@ def freeze(engine: PrefillEngine, rank: int) -> threading.Event:
     return go_on
 
 
+def hold_as_it_prepares(engine: PrefillEngine) -> tuple[threading.Event, threading.Event]:
+    """Has rank 0 stop as it prepares for a decode rank; returns what is set then, and what lets it go on."""
+    prepares, goes_on = threading.Event(), threading.Event()
+
+    def prepare(_: Any) -> None:
+        prepares.set()
+        goes_on.wait(2 * WAIT_S)
+
+    engine.transports[0].on_prepare = prepare
+    return prepares, goes_on
+
+
 # ---- finding ----------------------------------------------------------------------------------------------------
 
 
@@ -694,14 +706,8 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
     with ControlProxy() as proxy:  # as a rank that keeps its port
         both = engines(**QUICK, advertise_port=proxy.port)
         name = new_engine_name("restarted")
-        prepares, goes_on = threading.Event(), threading.Event()
-
-        def prepare(_: Any) -> None:
-            prepares.set()
-            goes_on.wait(2 * WAIT_S)
-
         first = both.prefill(Model(), name=name)
-        first.transports[0].on_prepare = prepare
+        prepares, goes_on = hold_as_it_prepares(first)
         proxy.target = probe(first.endpoints[0]).port
         receiver = both.decode(Model()).endpoints[0].open(1, np.arange(3), engine=name)
         assert prepares.wait(WAIT_S)
@@ -719,14 +725,8 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
 def test_a_rank_that_is_silent_while_it_prepares_is_waited_for(engines: Callable[..., Engines]):
     with ControlProxy() as proxy:
         both = engines(heartbeat_interval_s=0.05, peer_timeout_s=0.3, advertise_port=proxy.port)
-        prepares, goes_on = threading.Event(), threading.Event()
-
-        def prepare(_: Any) -> None:
-            prepares.set()
-            goes_on.wait(2 * WAIT_S)
-
         prefill, decode = both.prefill(Model()), both.decode(Model())
-        prefill.transports[0].on_prepare = prepare
+        prepares, goes_on = hold_as_it_prepares(prefill)
         proxy.target = probe(prefill.endpoints[0]).port
         receiver = decode.endpoints[0].open(1, np.arange(3), engine=prefill.name)
         assert prepares.wait(WAIT_S)

@@ -34,7 +34,7 @@ class Heartbeats:
         self._lateness = Lateness()
 
     def send(self, now: float, *, longest_sleep_s: float) -> None:
-        """Sends a heartbeat to every rank, and gives up links to those that are silent or dead.
+        """Sends a heartbeat to every rank, and gives up or starts over links to those that are silent or dead.
 
         Args:
             longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
@@ -46,16 +46,11 @@ class Heartbeats:
             link.forgive(late_s, now)
         self._report_silence(now)
         for link in self._links.current:
-            silent = link.silent_rank(now, self._settings.peer_timeout_s)
             try:
                 self._check_processes(link, now)
-                if silent is not None and link.state is not LinkState.READY:
-                    self._links.start_over(link, now)
-                elif silent is not None:
-                    raise PeerDisconnectedError(
-                        f"prefill rank {silent[0]} of {link.key.engine!r} has been silent for {silent[1]:.1f} s "
-                        "(KVFERRY_PEER_TIMEOUT_S)"
-                    )
+                if (silent := link.silent_rank(now, self._settings.peer_timeout_s)) is not None:
+                    why = f"has been silent for {silent[1]:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
+                    self._lost(link, silent[0], why, now)
                 self._links.send_all(link.ask(now))
             except KVFerryError as error:
                 self._links.fail(link, error, now)
@@ -97,21 +92,22 @@ class Heartbeats:
         self._silent = frozenset(silent)
 
     def _check_processes(self, link: Link, now: float) -> None:
-        """Starts a link over if the process of one of its ranks is known to have ended and no room relies on the link.
+        """Looks whether the process of one of a link's ranks is known to have ended; raises as `_lost`."""
+        for peer in link.peers:
+            if self._links.quarantine.is_gone(peer.process):
+                why = f"has ended: its process {peer.process.pid} is gone"
+                self._lost(link, link.rank_of(peer.endpoint), why, now)
+                return
+
+    def _lost(self, link: Link, rank: int | None, why: str, now: float) -> None:
+        """Starts a link over that has lost a rank before it was ready: its rooms wait for whoever is found then.
 
         Raises:
-            PeerDisconnectedError: if rooms rely on it.
+            PeerDisconnectedError: if it was ready, so that rooms rely on that rank.
         """
-        for peer in link.peers:
-            if not self._links.quarantine.is_gone(peer.process):
-                continue
-            if link.state is LinkState.READY:
-                raise PeerDisconnectedError(
-                    f"prefill rank {link.rank_of(peer.endpoint)} of {link.key.engine!r} has ended: its process "
-                    f"{peer.process.pid} is gone"
-                )
-            self._links.start_over(link, now)
-            return
+        if link.state is LinkState.READY:
+            raise PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} {why}")
+        self._links.start_over(link, now)
 
 
 class ExpectedRooms:

@@ -14,26 +14,18 @@ from types import MappingProxyType
 
 
 class TransferState(Enum):
-    """Where one side of a transfer stands.
-
-    Attributes:
-        is_final: whether the state never changes again.
-    """
-
-    is_final: bool
-
-    def __new__(cls, words: str, is_final: bool = False) -> TransferState:
-        """Makes a state whose value is what it is in words."""
-        state = object.__new__(cls)
-        state._value_ = words
-        state.is_final = is_final
-        return state
+    """Where one side of a transfer stands."""
 
     BOOTSTRAPPING = "bootstrapping"
     WAITING_FOR_INPUT = "waiting for input"
     TRANSFERRING = "transferring"
-    SUCCESS = "success", True
-    FAILED = "failed", True
+    SUCCESS = "success"
+    FAILED = "failed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the state never changes again."""
+        return self in (TransferState.SUCCESS, TransferState.FAILED)
 
 
 class SideState(Enum):
