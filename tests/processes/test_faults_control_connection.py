@@ -2,7 +2,8 @@
 
 Every cell is a step and a fault, on either path. What the transport carries is not touched. A connection that is back
 before anybody misses it costs nothing, unless a message was lost with it; one that is away for longer fails the room on
-both sides, and the pages come back when it is there again, since only then the prefill rank can say that it is through.
+both sides, and the pages come back when it is there again, since only then the prefill rank can say that it is through;
+before the two have connected it waits.
 
 Every pair of step and fault makes sense here. Where the room is open on one side only, and before the two have
 connected, the other side opens it while the connection is away.
@@ -21,6 +22,7 @@ from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy
 from tests.support.real_transport import skip_unless_installed
 from tests.support.victims import (
+    BEGIN_ANEW,
     END_S,
     LATE_WRITE_S,
     MOMENT_S,
@@ -78,11 +80,15 @@ def ends_alike(cluster: Cluster, room: Room) -> None:
 
 
 def away_for_long(cluster: Cluster, room: Room, step: Step) -> None:
-    """The room fails on both sides, and its pages come back once the connection does."""
+    """The room fails on both sides, and its pages come back once the connection does.
+
+    Where the two had not connected it waits instead.
+    """
     struck_at = time.monotonic()
     open_where_it_is_not(cluster, room)
-    if step is Step.NOT_CONNECTED:
+    if step in BEGIN_ANEW:
         noticed(struck_at)
+        room.source.do(Rank.open_gates)
         cluster.proxy.heal()
         cluster.finish(room)
         return
