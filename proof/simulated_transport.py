@@ -130,8 +130,8 @@ class SimulatedWire:
         notifications: those that have not arrived.
         on_post: called with every write that was posted.
         on_piece: called with every piece that is about to land, and its write.
-        fails_to: called before a write is posted, a peer connected or a notification sent, which fails with the
-            exception that it returns, if any.
+        fails_to: called before a peer is connected or a notification sent, which fails with the exception that it
+            returns, if any.
         breaks_off: called with a write whose descriptors are being posted, of which it may leave some out; the post
             raises the exception that it returns, if any, and what it has left of the write goes on.
         on_forgotten: called with each write of an earlier post that raised, once its writer has forgotten the peer.
@@ -271,9 +271,6 @@ class SimulatedTransport(RangeTransport[SimulatedConnection]):
         return self._start(connection.target, pieces, notification)
 
     def _start(self, target: SimulatedTransport, pieces: list[Piece], notification: bytes) -> SimulatedHandle:
-        problem = self.wire.fails_to("post")
-        if problem is not None:
-            raise problem
         self._check_unbroken(target.endpoint_name)
         if not target.is_mapped or not self.wire.reaches(target):
             raise PeerDisconnectedError(f"{target.endpoint_name} is dead, or was started anew: connect again")

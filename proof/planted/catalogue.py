@@ -479,6 +479,13 @@ CATALOGUE = (
         "tests/unit/protocol/test_pods.py",
     ),
     PlantedFault(
+        "a room's time for writing to a receiver begins once, whatever gets on since",
+        "protocol/transfer/receiver_progress.py",
+        "self.progressed_at = max(self.progressed_at, now)",
+        "self.progressed_at = self.progressed_at or now",
+        "tests/unit/protocol/test_sender.py",
+    ),
+    PlantedFault(
         "a deadline that moved is forgotten when its first time has come",
         "endpoint/runtime/timers.py",
         "                if timer.due_at > now:\n                    self._put(timer)\n",

@@ -64,7 +64,6 @@ from kvferry.protocol.transfer.events import (
     WriteFailed,
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.receiver_progress import ReceiverProgress
 from kvferry.protocol.transfer.room_table import RoomTable
 from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
@@ -475,15 +474,6 @@ def _stranger_raises(patch: pytest.MonkeyPatch) -> None:
 
 def _no_sender_deadline(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(SenderMachine, "deadline", property(lambda machine: None))
-
-
-def _deadline_never_anew(patch: pytest.MonkeyPatch) -> None:
-    """A room's time for writing to a receiver begins once, whatever gets on since."""
-
-    def progressed(receiver: Any, now: float) -> None:
-        receiver.progressed_at = receiver.progressed_at or now
-
-    patch.setattr(ReceiverProgress, "progressed", progressed)
 
 
 def _turns_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -916,6 +906,11 @@ def _replaced_goes_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dismissals, "look_whether_replaced", lambda dismissals, replaced: None)
 
 
+def _newer_start_not_looked_up(patch: pytest.MonkeyPatch) -> None:
+    """What a link knows of its engine's starts counts, however old it is."""
+    patch.setattr(Links, "look_up_again", lambda links, link, then: then(None, links.context.platform.now()))
+
+
 def _callbacks_raise(patch: pytest.MonkeyPatch) -> None:
     """What a change callback raises is not caught."""
     patch.setattr(Callbacks, "call", lambda callbacks, callback, room: callback())
@@ -1009,7 +1004,6 @@ PLANTED: dict[str, Plant] = {
     "failed rooms go on waiting for memory": _failed_rooms_wait_on,
     "who waits for a ring is forgotten": _waiters_forgotten,
     "a write through with parts on their way": _ended_with_the_last_post,
-    "a deadline never started anew": _deadline_never_anew,
     "chunks that wait for a turn forgotten": _turns_forgotten,
     "more admitted than may be on its way": _all_admitted,
     "admission kept after a failed write": _failed_writes_keep_their_leave,
@@ -1029,6 +1023,7 @@ PLANTED: dict[str, Plant] = {
     "a silent connection is kept": _silence_kept,
     "who does not answer is asked for ever": _asked_for_ever,
     "a replaced prefill rank keeps its decode ranks": _replaced_goes_on,
+    "a newer start is taken for one that has gone": _newer_start_not_looked_up,
     "what a change callback raises is not caught": _callbacks_raise,
     "older prefill ranks spoken to in the newest version": _spoken_to_in_the_newest_version,
     "older decode ranks answered in the newest version": _answered_in_the_newest_version,

@@ -90,8 +90,6 @@ class Adversary:
         self.excuse_all(f"{what} failed")
         if what == "connect":  # whoever waits for the same link soon after fails with it
             self.upset_until(self._world.now + RECOVERY_S)
-        if what == "post":  # nothing says that nothing is on its way: the two connect anew, and wait before that
-            self.upset_until(self._world.now + 2 * WAITS.quarantine_s + RECOVERY_S)
         return TransportError(f"the simulation lets {what} fail")
 
     def copying_fails(self) -> Exception | None:
@@ -322,7 +320,8 @@ class Adversary:
         return transfer in self.in_sockets and self._world.process_of(transfer.target).thaws_at is not None
 
     def thawed(self, process: Process) -> None:
-        """What a process's sockets hold lands soon."""
+        """What a process's sockets hold lands soon. That it was frozen is a jump of its clock, too."""
+        self._jumped_at[process] = self._world.now
         for transfer in self._world.wire.transfers:
             if transfer in self.in_sockets and transfer.target is process.transport:
                 left_s = self._left_s.get(transfer, THAW_S)

@@ -201,8 +201,9 @@ class Callers:
             side.request.excused(f"{side.process.name} had no pages for it")
 
     def _open_receiver(self, side: ReceiveSide) -> None:
-        endpoint = side.process.endpoint
+        endpoint, sending = side.process.endpoint, side.request.senders[0].process.endpoint
         assert isinstance(endpoint, DecodeEndpoint)
+        assert isinstance(sending, PrefillEndpoint)
         pages = side.process.pool.take(side.count, side)
         if pages is None:
             return
@@ -214,6 +215,7 @@ class Callers:
                 prefix_tokens=side.held,
                 tokens=side.request.tokens,
                 depends_on=side.request.depends_on(on_prefill=False),
+                instance=sending.instance,
             )
         except RoomExistsError:
             side.process.pool.give_back(pages, DESTINATION_GONE)

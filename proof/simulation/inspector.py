@@ -32,7 +32,7 @@ from proof.simulation.leftovers import leftovers
 from proof.simulation.memory import DESTINATION_GONE, HELD, SOURCE_GONE
 from proof.simulation.processes import Process
 from proof.simulation.raised import is_of_a_caller
-from proof.simulation.requests import RankSide, ReceiveSide, Request, SendSide
+from proof.simulation.requests import RankSide, ReceiveSide, SendSide
 from proof.simulation.universe import Universe
 
 
@@ -80,7 +80,6 @@ LOSES_NOTHING = frozenset(
     {
         "abort",
         "write fails",
-        "post fails",
         "copy fails",
         "late",
         "absent",
@@ -184,7 +183,7 @@ class Inspector:
             side.process.pool.give_back(side.pages, SOURCE_GONE if is_source else DESTINATION_GONE)
             self._world.outcomes[f"{'sent' if is_source else 'received'}: {transfer.state.value}"] += 1
             if transfer.state is TransferState.FAILED:
-                self._failed(side.request, side.process, str(transfer.error))
+                self._failed(side, str(transfer.error))
 
     def _check_received(self, side: ReceiveSide) -> None:
         assert side.receiver is not None
@@ -196,11 +195,18 @@ class Inspector:
     def _check_error(self, error: KVFerryError) -> None:
         demand("unexpected error" not in str(error) or is_of_a_caller(str(error)), Law.NEVER_RAISES, str(error))
 
-    def _failed(self, request: Request, process: Process, why: str) -> None:
-        self._world.note("%s: %s failed: %s", process.name, request, why)
-        demand(
-            bool(request.excuse), Law.ISOLATED, f"{process.name}: {request} failed although nothing went wrong: {why}"
-        )
+    def _failed(self, side: RankSide, why: str) -> None:
+        request, name, registry = side.request, side.process.name, self._world.registry
+        self._world.note("%s: %s failed: %s", name, request, why)
+        demand(bool(request.excuse), Law.ISOLATED, f"{name}: {request} failed although nothing went wrong: {why}")
+        if "has gone: registered is" in why and registry.answers:
+            for each in registry.ask().engine(request.prefill, self._world.now).registrations:
+                was_known = registry.named_since[each.engine, each.instance] < side.opened_at
+                demand(
+                    not (was_known and f"({each.instance})" in why),
+                    Law.ISOLATED,
+                    f"{name}: {request} failed since a start has gone that was there all the time: {why}",
+                )
 
     def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
         """A message was sent, where none is lost: is it one that was sent before?"""

@@ -41,8 +41,9 @@ class Thread(RunningLoop):
 
     Attributes:
         has_work: what the loop says of itself, as of `asked_at`.
-        polls_only: whether it has no work but polls writes, as of then.
+        polls: whether it looks at what ends by itself, as of then.
         asked_at: how many `changes` its process had seen then.
+        looked_at: when it last had a turn; what it polls then changes with time, or with an end that it was not told.
         blocked_until: until when it is in code of a caller's that does not return.
     """
 
@@ -51,15 +52,16 @@ class Thread(RunningLoop):
         self.loop = loop
         self.has_ended = False
         self.has_work = False
-        self.polls_only = False
+        self.polls = False
         self.asked_at = -1
+        self.looked_at = -1.0
         self.blocked_until = 0.0
 
     def ask(self, changes: int) -> None:
         """Asks the loop what a turn would find."""
         self.asked_at = changes
         self.has_work = self.loop.has_work()
-        self.polls_only = not self.has_work and self.loop.polls_writes()
+        self.polls = self.loop.polls()
 
     @property
     def health(self) -> ThreadStatus:
@@ -148,10 +150,13 @@ class RegistryProcess:
     Attributes:
         is_alive: whether it answers.
         is_frozen: whether it would if it could.
+        named_since: since when it knows starts of engines that have a name, by both.
     """
 
-    def __init__(self, lease_s: float) -> None:
+    def __init__(self, lease_s: float, now: Callable[[], float] = lambda: 0.0) -> None:
         self._lease_s = lease_s
+        self._now = now
+        self.named_since: dict[tuple[str, str | None], float] = {}
         self.is_alive = True
         self.is_frozen = False
         self._registrations = Leases(lease_s)
@@ -164,7 +169,12 @@ class RegistryProcess:
     def restart(self) -> None:
         """Starts anew, and knows nothing."""
         self._registrations = Leases(self._lease_s)
+        self.named_since.clear()
         self.is_alive, self.is_frozen = True, False
+
+    def knows(self, registration: RankRegistration) -> None:
+        """Takes down since when it knows the start of a rank that it has registered."""
+        self.named_since.setdefault((registration.engine, registration.instance), self._now())
 
     def ask(self) -> Leases:
         """Returns the registrations, as a client of the registry gets them.
@@ -186,7 +196,9 @@ class SimulatedRegistryClient(RegistryClient):
         self._now = now
 
     def grant(self, registration: RankRegistration) -> Grant:
-        return self._registry.ask().register(registration, self._now())
+        granted = self._registry.ask().register(registration, self._now())
+        self._registry.knows(registration)
+        return granted
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         return self._registry.ask().remove(engine, engine_rank, incarnation)

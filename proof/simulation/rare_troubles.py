@@ -123,7 +123,7 @@ class RareTroubles:
     # ---- posts that raise ---------------------------------------------------------------------------------------
 
     def post_raises(self, transfer: SimulatedHandle) -> Exception | None:
-        """Why a post raises after some of its descriptors were posted, if it does. These go on for a moment."""
+        """Why a post raises after some of its descriptors, or none, were posted; None if it does not."""
         odds = self._world.circumstances.odds.get("raising post")
         strikes = odds is not None and not self._world.is_ending and self._of_posts.random() < odds
         if not self._raises_next and not (strikes and self._adversary.counts("raising post")):

@@ -129,18 +129,18 @@ def shrink(violation: Violation) -> tuple[Limits, World]:
         _, found = run_one(violation.seed, arena, candidate)
         return found is not None and found.law is violation.law
 
-    whole = World(violation.seed, limits=limits, arena=arena)
-    for kind in sorted(whole.troubles):
-        limits = _better(limits, replace(limits, without_troubles=limits.without_troubles | {kind}), still_breaks)
-    for number in range(1, whole.circumstances.requests + 1):
-        limits = _better(limits, replace(limits, without_requests=limits.without_requests | {number}), still_breaks)
-    faults = _run_with_trace(violation.seed, arena, limits).adversary.faults
-    for fault in range(faults, 0, -1):
-        limits = _better(limits, replace(limits, without_faults=limits.without_faults | {fault}), still_breaks)
-    steps = limits.steps
-    while steps > 1 and still_breaks(replace(limits, steps=steps // 2)):
-        steps //= 2
-        limits = replace(limits, steps=steps)
+    before = None
+    while limits != before:  # what one thing was needed for may have been left out after it
+        before, world = limits, World(violation.seed, limits=limits, arena=arena)
+        for kind in sorted(world.troubles):
+            limits = _better(limits, replace(limits, without_troubles=limits.without_troubles | {kind}), still_breaks)
+        for number in range(1, world.circumstances.requests + 1):
+            limits = _better(limits, replace(limits, without_requests=limits.without_requests | {number}), still_breaks)
+        faults = _run_with_trace(violation.seed, arena, limits).adversary.faults
+        for fault in range(faults, 0, -1):
+            limits = _better(limits, replace(limits, without_faults=limits.without_faults | {fault}), still_breaks)
+        while limits.steps > 1 and still_breaks(replace(limits, steps=limits.steps // 2)):
+            limits = replace(limits, steps=limits.steps // 2)
     return limits, _run_with_trace(violation.seed, arena, limits)
 
 

@@ -47,6 +47,8 @@ class Universe:
         registry: where processes find each other.
         raised: what endpoints logged of errors that they did not expect.
         hands_layers_in: whether callers hand chunks in by ranges of layers, some of them before they are computed.
+        names_starts: whether a start of a prefill engine of one rank has a name, and requests say which has them: ranks
+            of others are started one by one here.
         computing: what models are computing.
         proves_no_end: whether every process is in a namespace of its own, and nobody ever proves that one has ended.
     """
@@ -74,7 +76,7 @@ class Universe:
         self.sides: list[RankSide] = []
         self._sides_of: dict[Process, list[RankSide]] = {}
         self._process_of: dict[SimulatedTransport, Process] = {}
-        self.registry = RegistryProcess(LEASE_S)
+        self.registry = RegistryProcess(LEASE_S, lambda: self.now)
         self.raised = Raised()
         self._traces = traces
         self._running: Thread | None = None
@@ -82,6 +84,7 @@ class Universe:
         self._known_threads: list[tuple[Process, Thread, bool]] | None = None
         # Chances of their own, so that other worlds are as they were without them.
         self.hands_layers_in = random.Random(f"{seed} hands layers in").random() < 0.2
+        self.names_starts = random.Random(f"{seed} names starts").random() < 0.5
         self.computing: list[Computing] = []
         self.proves_no_end = "unproved end" in self.circumstances.odds
 

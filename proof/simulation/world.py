@@ -118,7 +118,10 @@ class World(Universe):
         pool = self._arena.take(engine.shapes[rank])
         pool.wipe(FRESH)
         make: Callable[..., PrefillEndpoint | DecodeEndpoint]
-        make = partial(PrefillEndpoint, host_registry=False) if engine.is_prefill else DecodeEndpoint
+        make = DecodeEndpoint
+        if engine.is_prefill:
+            instance = f"start-{life}" if self.names_starts and len(engine.shapes) == 1 else None
+            make = partial(PrefillEndpoint, host_registry=False, instance=instance)
         endpoint = make(
             pool.layout,
             engine=engine.name,
@@ -218,7 +221,10 @@ class World(Universe):
 
     def _pass_time(self, *, is_idle: bool) -> None:
         longest = 0.3 if is_idle else _FAIR_PACE_S if self.is_ending else self.circumstances.pace_s
-        self.now += self.order.random() * longest + 1e-4
+        passes_s = self.order.random() * longest
+        if is_idle and self._wire_is_busy_until > self.now:  # a wire that lies idle is slower than was drawn
+            passes_s = min(passes_s, self._wire_is_busy_until - self.now)
+        self.now += passes_s + 1e-4
         for process in self.processes:
             process.changes += 1
             if process.thaws_at is not None and self.now >= process.thaws_at:
@@ -269,15 +275,13 @@ class World(Universe):
         first = int(self._lot() * len(threads))
         for index in range(first, first - len(threads), -1):
             process, thread, reads_input = threads[index]
-            if thread.asked_at != process.changes:
-                thread.ask(process.changes)
-            has_work = thread.has_work or (reads_input and process.has_input)
-            if not (has_work or thread.polls_only):
+            if not self._finds_work(process, thread, reads_input):
                 continue
             left = 1 + int(self._lot() * _BURST)
-            while left and (has_work or process.transport.unreported):  # else polling would find nothing new
+            while left and self._finds_work(process, thread, reads_input):
                 process.acts()
                 self._running = thread
+                thread.looked_at = self.now
                 try:
                     thread.turn()
                 except BaseException as error:
@@ -290,11 +294,20 @@ class World(Universe):
                     break
                 if thread.blocked_until > self.now:
                     break
-                has_work = thread.loop.has_work() or (reads_input and process.has_input)
                 left -= 1
             self._inspector.look(process)
             return True
         return self._executor()
+
+    def _finds_work(self, process: Process, thread: Thread, reads_input: bool) -> bool:
+        """Whether a turn of a thread might find something to do."""
+        if thread.asked_at != process.changes:
+            thread.ask(process.changes)
+        return (
+            thread.has_work
+            or (reads_input and process.has_input)
+            or (thread.polls and (thread.looked_at != self.now or bool(process.transport.unreported)))
+        )
 
     def _executor(self) -> bool:
         """What takes long is done, such as asking the registry."""

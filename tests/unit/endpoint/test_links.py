@@ -722,6 +722,42 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
             goes_on.set()
 
 
+@pytest.mark.parametrize("is_ready", [True, False])
+def test_a_start_that_is_newer_than_its_link_is_looked_up_and_serves(engines: Callable[..., Engines], is_ready: bool):
+    """The one that the decode rank knows does not answer any more, and nobody has given it up."""
+    both, name = engines(peer_timeout_s=10 * WAIT_S), new_engine_name("restarted")
+    first, decode = both.prefill(Model(), name=name, instance="first"), both.decode(Model()).endpoints[0]
+    if is_ready:
+        decode.connect(name, timeout_s=WAIT_S)
+        go_on = freeze(first, 0)
+    else:
+        prepares, go_on = hold_as_it_prepares(first)
+    lost = decode.open(1, np.arange(3), engine=name, instance="first")
+    if not is_ready:
+        assert prepares.wait(WAIT_S)
+    second = both.prefill(Model(), name=name, instance="second").endpoints[0]
+    receiver = decode.open(2, np.arange(3), engine=name, instance="second")
+    second.open(2).submit(np.arange(3), last=True)
+    receiver.wait(WAIT_S)
+    go_on.set()
+    gone = "was started anew: registered is second" if is_ready else r"\(first\) has gone: registered is second"
+    with pytest.raises(TransferFailedError, match=gone):
+        lost.wait(WAIT_S)
+
+
+def test_a_room_that_ends_while_its_start_is_looked_up_is_refused_there(engines: Callable[..., Engines]):
+    both, name = engines(), new_engine_name("restarted")
+    first, decode = both.prefill(Model(), name=name, instance="first"), both.decode(Model()).endpoints[0]
+    decode.connect(name, timeout_s=WAIT_S)
+    go_on = freeze(first, 0)
+    second = both.prefill(Model(), name=name, instance="second").endpoints[0]
+    sender = second.open(1)
+    decode.open(1, np.arange(3), engine=name, instance="second").abort("the client left")
+    with pytest.raises(TransferFailedError, match="the client left"):
+        sender.wait(WAIT_S)
+    go_on.set()
+
+
 def test_a_rank_that_is_silent_while_it_prepares_is_waited_for(engines: Callable[..., Engines]):
     with ControlProxy() as proxy:
         both = engines(heartbeat_interval_s=0.05, peer_timeout_s=0.3, advertise_port=proxy.port)

@@ -124,7 +124,7 @@ def test_a_worker_says_at_once_that_a_write_failed_and_later_that_nothing_of_it_
     worker.watch(Watched(TransferHandle(), "peer", done=unexpected, failed=failed, broke=unexpected, settled=settled))
     assert notes == [("failed" if may_deliver_late else "settled", "broken")]
     assert transport.released == 1
-    assert worker.has_work() is may_deliver_late
+    assert worker.polls() is may_deliver_late
     queue.put(None)  # it is to stop, and does not as long as something may arrive
     turns = 0
     while worker.turn(may_wait=False):

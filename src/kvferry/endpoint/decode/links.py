@@ -208,6 +208,24 @@ class Links:
             lambda: self.context.submit(partial(self._looked_up, link, *look_up(self.context.registry, link.key)))
         )
 
+    def look_up_again(self, link: Link, then: Callable[[EngineView | None, float], None]) -> None:
+        """Asks the registry who is there now, whatever a link knows; None if it does not answer."""
+        self._resolver.submit(lambda: self.context.submit(partial(then, look_up(self.context.registry, link.key)[0])))
+
+    def replace(self, key: LinkKey, view: EngineView, instance: str, now: float) -> None:
+        """Leaves the ranks of an earlier start behind, if that with the given name is registered by now."""
+        link, group = self._current.get(key), view.group(key.dp_rank)
+        newer = next((each for each in group if each.instance == instance), None)
+        if link is None or newer is None or link.in_place_of(instance) is None:
+            return
+        if link.state is LinkState.READY:
+            where = f"registered is {instance}, with rank {newer.engine_rank} at {newer.control_address}"
+            self.fail(link, PeerDisconnectedError(f"prefill engine {key.engine!r} was started anew: {where}"), now)
+            return
+        if link.state is not LinkState.RESOLVING:
+            self.start_over(link, now)
+        link.registrations = group
+
     def _is_relied_on(self, link: Link) -> bool:
         """Whether anybody waits for a link; else a lost engine is looked up for a proof of its end."""
         return link in self.rooms_of or bool(self._waiting(link))

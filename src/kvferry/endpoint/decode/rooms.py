@@ -28,7 +28,7 @@ from kvferry.plan.fingerprint import checked_conditions
 from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import AnyPages
-from kvferry.protocol.links.link import LinkKey
+from kvferry.protocol.links.link import Link, LinkKey
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import (
     AbortRequested,
@@ -41,6 +41,7 @@ from kvferry.protocol.transfer.events import (
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.registrations import EngineView
 
 log = logger_of(__name__)
 
@@ -204,7 +205,23 @@ class ReceivingRooms:
             return  # it has ended since
         self.refusals.forget(room.room)
         self.expected.forget(room.room)
-        link = room.link = self.links.to(key, room.machine.deadline or now)
+        link = self.links.to(key, room.machine.deadline or now)
+        if why_gone(link, room.instance) is None:
+            self._join(room, link, now)
+        else:  # the start that it names may be newer than what the link knows
+            self.links.look_up_again(link, partial(self._take_again, room, key))
+
+    def _take_again(self, room: ReceivingRoom, key: LinkKey, view: EngineView | None, now: float) -> None:
+        """Takes a room once the registry has said which start is there now; None if it does not answer."""
+        if view is not None:
+            self.links.replace(key, view, room.instance, now)
+        if self.open.get(room.room) is room:
+            self._join(room, self.links.to(key, room.machine.deadline or now), now)
+        else:
+            self._refuse(room.room, key, str(room.machine.error), now)
+
+    def _join(self, room: ReceivingRoom, link: Link, now: float) -> None:
+        room.link = link
         self.links.rooms_of.setdefault(link, {})[room] = None
         if (gone := why_gone(link, room.instance)) is not None:
             room.apply(ConnectFailed(gone), now)

@@ -73,10 +73,10 @@ class Loop(ABC):
 
     @abstractmethod
     def has_work(self) -> bool:
-        """Whether a turn would find something to do, sockets and transports apart. For the simulation."""
+        """Whether a turn would find something to do, sockets and what it polls apart. For the simulation."""
 
-    def polls_writes(self) -> bool:
-        """Whether a turn polls writes that are on their way. For the simulation."""
+    def polls(self) -> bool:
+        """Whether a turn looks at what ends by itself: writes, what settles, signals. For the simulation."""
         return False
 
 

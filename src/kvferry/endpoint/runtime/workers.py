@@ -97,10 +97,10 @@ class Worker(Loop):
         self._settling.add(partial(write.settled, error))
 
     def has_work(self) -> bool:
-        return self._run_queue.has_any or bool(self._settling or self._signals) or self._is_stopping
+        return self._run_queue.has_any or self._is_stopping
 
-    def polls_writes(self) -> bool:
-        return bool(self._writes)
+    def polls(self) -> bool:
+        return self._has_writes or bool(self._signals)
 
     @property
     def _has_writes(self) -> bool:
@@ -126,8 +126,7 @@ class Worker(Loop):
         if not may_wait and not self._run_queue.has_any:
             return False
         try:
-            looks_again = self._has_writes or bool(self._signals)
-            actor = self._run_queue.take((sleep_s if looks_again else None) if may_wait else 0.0)
+            actor = self._run_queue.take((sleep_s if self.polls() else None) if may_wait else 0.0)
         except queue.Empty:
             return False
         if actor is None:
