@@ -908,7 +908,7 @@ def _replaced_goes_on(patch: pytest.MonkeyPatch) -> None:
 
 def _newer_start_not_looked_up(patch: pytest.MonkeyPatch) -> None:
     """What a link knows of its engine's starts counts, however old it is."""
-    patch.setattr(Links, "look_up_again", lambda links, link, then: then(None, links.context.platform.now()))
+    patch.setattr(Links, "look_up_again", lambda links, key, then: then(None, links.context.platform.now()))
 
 
 def _callbacks_raise(patch: pytest.MonkeyPatch) -> None:

@@ -745,6 +745,28 @@ def test_a_start_that_is_newer_than_its_link_is_looked_up_and_serves(engines: Ca
         lost.wait(WAIT_S)
 
 
+def test_many_rooms_of_a_start_that_has_gone_cost_few_look_ups(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both, name = engines(), new_engine_name("restarted")
+    both.prefill(Model(), name=name, instance="second")
+    decode = both.decode(Model()).endpoints[0]
+    decode.connect(name, timeout_s=WAIT_S)
+    look_ups, right = list[str](), RegistryClient.engine
+
+    def engine(client: RegistryClient, engine_name: str) -> Any:
+        look_ups.append(engine_name)
+        time.sleep(0.05)
+        return right(client, engine_name)
+
+    monkeypatch.setattr(RegistryClient, "engine", engine)
+    rooms = [decode.open(number, np.arange(3), engine=name, instance="first") for number in range(100)]
+    for room in rooms:
+        with pytest.raises(TransferFailedError, match=r"\(first\) has gone: registered is second"):
+            room.wait(WAIT_S)
+    assert len(look_ups) < 10
+
+
 def test_a_room_that_ends_while_its_start_is_looked_up_is_refused_there(engines: Callable[..., Engines]):
     both, name = engines(), new_engine_name("restarted")
     first, decode = both.prefill(Model(), name=name, instance="first"), both.decode(Model()).endpoints[0]

@@ -101,6 +101,9 @@ class Links:
         self.is_closed = False
         self._is_watching = False
         self._overtaken: set[Link] = set()  # whose look-up may have missed a change
+        # Who asked who is there now: those behind the look-up that is on its way, and those whom it answers.
+        self._asked: dict[LinkKey, list[Callable[[EngineView | None, float], None]]] = {}
+        self._answered_next: dict[LinkKey, list[Callable[[EngineView | None, float], None]]] = {}
         self.next_attempt = partial(next, itertools.count(1))
 
     # ---- from any thread ----------------------------------------------------------------------------------------
@@ -208,9 +211,26 @@ class Links:
             lambda: self.context.submit(partial(self._looked_up, link, *look_up(self.context.registry, link.key)))
         )
 
-    def look_up_again(self, link: Link, then: Callable[[EngineView | None, float], None]) -> None:
-        """Asks the registry who is there now, whatever a link knows; None if it does not answer."""
-        self._resolver.submit(lambda: self.context.submit(partial(then, look_up(self.context.registry, link.key)[0])))
+    def look_up_again(self, key: LinkKey, then: Callable[[EngineView | None, float], None]) -> None:
+        """Asks the registry who is there now, whatever a link knows; None if it does not answer.
+
+        One look-up at a time, for all who asked before it.
+        """
+        self._asked.setdefault(key, []).append(then)
+        if key not in self._answered_next:
+            self._ask(key)
+
+    def _ask(self, key: LinkKey) -> None:
+        self._answered_next[key] = self._asked.pop(key)
+        self._resolver.submit(
+            lambda: self.context.submit(partial(self._answer, key, look_up(self.context.registry, key)[0]))
+        )
+
+    def _answer(self, key: LinkKey, view: EngineView | None, now: float) -> None:
+        for then in self._answered_next.pop(key):
+            self.context.submit(partial(then, view))
+        if key in self._asked:
+            self._ask(key)
 
     def replace(self, key: LinkKey, view: EngineView, instance: str, now: float) -> None:
         """Leaves the ranks of an earlier start behind, if that with the given name is registered by now."""

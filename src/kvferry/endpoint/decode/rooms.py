@@ -209,7 +209,7 @@ class ReceivingRooms:
         if why_gone(link, room.instance) is None:
             self._join(room, link, now)
         else:  # the start that it names may be newer than what the link knows
-            self.links.look_up_again(link, partial(self._take_again, room, key))
+            self.links.look_up_again(key, partial(self._take_again, room, key))
 
     def _take_again(self, room: ReceivingRoom, key: LinkKey, view: EngineView | None, now: float) -> None:
         """Takes a room once the registry has said which start is there now; None if it does not answer."""
