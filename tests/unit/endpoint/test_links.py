@@ -752,15 +752,16 @@ def test_many_rooms_of_a_start_that_has_gone_cost_few_look_ups(
     both.prefill(Model(), name=name, instance="second")
     decode = both.decode(Model()).endpoints[0]
     decode.connect(name, timeout_s=WAIT_S)
-    look_ups, right = list[str](), RegistryClient.engine
+    look_ups, all_open, right = list[str](), threading.Event(), RegistryClient.engine
 
     def engine(client: RegistryClient, engine_name: str) -> Any:
         look_ups.append(engine_name)
-        time.sleep(0.05)
+        all_open.wait(WAIT_S)
         return right(client, engine_name)
 
     monkeypatch.setattr(RegistryClient, "engine", engine)
     rooms = [decode.open(number, np.arange(3), engine=name, instance="first") for number in range(100)]
+    all_open.set()
     for room in rooms:
         with pytest.raises(TransferFailedError, match=r"\(first\) has gone: registered is second"):
             room.wait(WAIT_S)
