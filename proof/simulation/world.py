@@ -278,7 +278,7 @@ class World(Universe):
             if not self._finds_work(process, thread, reads_input):
                 continue
             left = 1 + int(self._lot() * _BURST)
-            while left and self._finds_work(process, thread, reads_input):
+            while True:
                 process.acts()
                 self._running = thread
                 thread.looked_at = self.now
@@ -292,9 +292,9 @@ class World(Universe):
                 if thread.has_ended:
                     self.threads_changed()
                     break
-                if thread.blocked_until > self.now:
-                    break
                 left -= 1
+                if thread.blocked_until > self.now or not (left and self._finds_work(process, thread, reads_input)):
+                    break
             self._inspector.look(process)
             return True
         return self._executor()

@@ -7,12 +7,11 @@ import random
 import secrets
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from proof.planted.guards import PLANTED
 from proof.simulation import Limits, ViolationError, World
-from proof.simulation.circumstances import TROUBLES, drawn
+from proof.simulation.circumstances import RARE, TROUBLES, drawn
 from proof.simulation.memory import Arena
 from proof.simulation.search import Findings, run_one, search, shrink
 from tests.simulation.pins import pinned
@@ -32,11 +31,12 @@ def searched(first: int, count: int, tier: Tier) -> Findings:
 
 @pytest.mark.timeout(3600)
 def test_known_schedules_keep_all_laws(tier: Tier):
-    count = tier.amount(quick=50, full=500, long=15_000)
+    count = tier.amount(quick=120, full=500, long=15_000)
     found = searched(0, count, tier)
-    counted = set(TROUBLES) - {"absent", "miscount"}  # these befall requests, and are not counted one by one
-    missing = {kind for kind in counted if found.outcomes[f"trouble: {kind}"] <= count // 500}
-    assert not missing if tier is not Tier.QUICK else len(missing) < len(counted) / 2, missing
+    for kind in TROUBLES:
+        is_counted = kind not in ("absent", "miscount")  # these befall requests, and are not counted one by one
+        if is_counted and not (tier is Tier.QUICK and kind in RARE):
+            assert found.outcomes[f"trouble: {kind}"] > count // 500, kind
     for what in ("sent", "received"):
         assert found.outcomes[f"{what}: success"] > count / 2
         assert found.outcomes[f"{what}: failed"] > count / 2
@@ -99,8 +99,9 @@ def test_what_breaks_a_law_is_shrunken_to_what_it_takes(fault: str, monkeypatch:
         again.run()
     assert broken.value.law is violation.law
     for kind in shrunken.troubles:  # each that is left is needed
-        less = replace(limits, without_troubles=limits.without_troubles | {kind})
-        _, without = run_one(violation.seed, arena, less)
+        without = run_one(
+            violation.seed, arena, Limits(limits.steps, limits.without_troubles | {kind}, limits.without_requests)
+        )[1]
         assert without is None or without.law is not violation.law
 
 

@@ -207,9 +207,12 @@ class Links:
 
     def _look_up(self, link: Link) -> None:
         """Looks a link's engine up, once, on the pool."""
-        self._resolver.submit(
-            lambda: self.context.submit(partial(self._looked_up, link, *look_up(self.context.registry, link.key)))
-        )
+        self._ask_registry(link.key, partial(self._looked_up, link))
+
+    def _ask_registry(
+        self, key: LinkKey, then: Callable[[EngineView | None, KVFerryError | None, float], None]
+    ) -> None:
+        self._resolver.submit(lambda: self.context.submit(partial(then, *look_up(self.context.registry, key))))
 
     def look_up_again(self, key: LinkKey, then: Callable[[EngineView | None, float], None]) -> None:
         """Asks the registry who is there now, whatever a link knows; None if it does not answer.
@@ -222,11 +225,9 @@ class Links:
 
     def _ask(self, key: LinkKey) -> None:
         self._answered_next[key] = self._asked.pop(key)
-        self._resolver.submit(
-            lambda: self.context.submit(partial(self._answer, key, look_up(self.context.registry, key)[0]))
-        )
+        self._ask_registry(key, partial(self._answer, key))
 
-    def _answer(self, key: LinkKey, view: EngineView | None, now: float) -> None:
+    def _answer(self, key: LinkKey, view: EngineView | None, problem: KVFerryError | None, now: float) -> None:
         for then in self._answered_next.pop(key):
             self.context.submit(partial(then, view))
         if key in self._asked:

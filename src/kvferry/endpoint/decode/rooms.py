@@ -20,7 +20,7 @@ from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.timers import Timers
 from kvferry.endpoint.transfer import Receiver
-from kvferry.errors import UnknownRoomError
+from kvferry.errors import KVFerryError, UnknownRoomError
 from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.plan import check_share_tokens
@@ -206,24 +206,26 @@ class ReceivingRooms:
         self.refusals.forget(room.room)
         self.expected.forget(room.room)
         link = self.links.to(key, room.machine.deadline or now)
-        if why_gone(link, room.instance) is None:
-            self._join(room, link, now)
-        else:  # the start that it names may be newer than what the link knows
+        if why_gone(link, room.instance) is not None:  # the start that it names may be newer than what the link knows
             self.links.look_up_again(key, partial(self._take_again, room, key))
+        else:
+            self._join(room, link, None, now)
 
     def _take_again(self, room: ReceivingRoom, key: LinkKey, view: EngineView | None, now: float) -> None:
         """Takes a room once the registry has said which start is there now; None if it does not answer."""
         if view is not None:
             self.links.replace(key, view, room.instance, now)
         if self.open.get(room.room) is room:
-            self._join(room, self.links.to(key, room.machine.deadline or now), now)
+            link = self.links.to(key, room.machine.deadline or now)
+            self._join(room, link, why_gone(link, room.instance), now)
         else:
             self._refuse(room.room, key, str(room.machine.error), now)
 
-    def _join(self, room: ReceivingRoom, link: Link, now: float) -> None:
+    def _join(self, room: ReceivingRoom, link: Link, gone: KVFerryError | None, now: float) -> None:
+        """Has a room rely on a link, and fail if the start that it names has gone."""
         room.link = link
         self.links.rooms_of.setdefault(link, {})[room] = None
-        if (gone := why_gone(link, room.instance)) is not None:
+        if gone is not None:
             room.apply(ConnectFailed(gone), now)
         elif room.waits_for_link:
             self._timers.set(room, room.machine.deadline)
