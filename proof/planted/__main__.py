@@ -25,7 +25,7 @@ TIERS = ("make test", "make test-all", "nothing")
 
 
 def copy(target: Path) -> None:
-    """Copies what git knows of, and links to this environment."""
+    """Copies what git knows of, links to this environment, and compiles."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -37,6 +37,12 @@ def copy(target: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes((ROOT / name).read_bytes())
     (target / ".venv").symlink_to(sys.prefix)
+    compile_copies(target)
+
+
+def compile_copies(tree: Path) -> None:
+    """Compiles what is not Python, as installing does."""
+    subprocess.run([sys.executable, tree / "hatch_build.py"], check=True)
 
 
 def fails(tree: Path, *arguments: str) -> bool:
@@ -62,6 +68,7 @@ def found_by(fault: PlantedFault, tree: Path) -> str:
         f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times"
     )
     file.write_text(right.replace(fault.right, fault.wrong))
+    compile_copies(tree)
     try:
         # The nearest alone, in one process: to collect all tests in several takes longer than most faults live.
         if fails(tree, *fault.nearest.split()) or fails(tree, *ALL_CORES):
@@ -69,6 +76,7 @@ def found_by(fault: PlantedFault, tree: Path) -> str:
         return "make test-all" if fails(tree, *ALL_CORES, "--tier", "full") else "nothing"
     finally:
         file.write_text(right)
+        compile_copies(tree)
 
 
 def markdown(found: Mapping[PlantedFault, str]) -> str:

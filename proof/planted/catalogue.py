@@ -206,10 +206,24 @@ CATALOGUE = (
     ),
     # ---- staging
     PlantedFault(
-        "long runs are gathered into the place of the run before",
+        "what is left behind the last line of a long run is not scattered",
+        "staging/blocks.c",
+        "#endif\n    memcpy(to, from, length);",
+        "    else\n#endif\n    memcpy(to, from, length);",
+        "tests/unit/staging/test_host_kernels.py",
+    ),
+    PlantedFault(
+        "every round of a block's outer loops copies the first one",
+        "staging/blocks.c",
+        "char *run = place_of(starts[block], loops, outer, round);",
+        "char *run = place_of(starts[block], loops, outer, 0);",
+        "tests/unit/staging/test_host_kernels.py",
+    ),
+    PlantedFault(
+        "compiled code of another source is taken",
         "staging/host.py",
-        "(array_at(address + number * shape.length, (shape.length,)",
-        "(array_at(address + max(0, number - 1) * shape.length, (shape.length,)",
+        "(found := loaded.kvferry_blocks_interface()) != _INTERFACE",
+        "(found := loaded.kvferry_blocks_interface()) < 0",
         "tests/unit/staging/test_host_kernels.py",
     ),
     PlantedFault(

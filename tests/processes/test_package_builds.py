@@ -21,6 +21,8 @@ pytestmark = pytest.mark.timeout(300)
 UNCOMPILED = {"PIP_NO_COMPILE": "0"}
 """Compiling all of torch takes longer than to compile what is run when it is. Pip takes the 0 for what it compiles."""
 
+COPIES = "from kvferry.applications.doctor import machine; print(*machine.installed())"
+
 MODEL = ROOT / "tests/data/configs/deepseek-v3.json"
 
 
@@ -45,7 +47,7 @@ def test_the_wheel_has_all_of_the_package_and_nothing_else(built: Path):
     names = set(zipfile.ZipFile(wheel).namelist())
     sources = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src/kvferry").rglob("*.py")}
     assert sources <= names
-    assert "kvferry/py.typed" in names
+    assert names >= {"kvferry/py.typed", "kvferry/staging/blocks.so"}
     assert {name.split("/")[0] for name in names} == {"kvferry", f"kvferry-{__version__}.dist-info"}
 
 
@@ -77,12 +79,25 @@ def test_it_installs_into_an_empty_environment(built: Path, tmp_path: Path):
     planned = run(command, "plan", "--config", MODEL, "--prefill", "tp=2", "--decode", "tp=1")
     assert "proved: every destination byte of 1 component on 1 rank is written exactly once" in planned
     run(python, "-c", "import kvferry; kvferry.Settings()", cwd=tmp_path)
+    assert "by compiled code" in run(python, "-c", COPIES, cwd=tmp_path)
+
+
+@pytest.mark.full
+def test_without_a_compiler_it_installs_and_the_doctor_says_so(clone: Path, tmp_path: Path):
+    """From an sdist or a clone, on a machine that has none."""
+    venv.create(tmp_path / "empty", with_pip=True)
+    python = tmp_path / "empty/bin/python"
+    environment = dict(os.environ) | UNCOMPILED | {"CC": "no-such-compiler"}
+    run(python, "-m", "pip", "install", "--quiet", clone, env=environment)
+    said = run(python, "-c", COPIES, cwd=tmp_path)
+    assert "by the interpreter, several times slower" in said
+    assert "install a C compiler" in said
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
     """What a fresh clone has: no environment, and nothing built."""
-    made_here = shutil.ignore_patterns(".*", "__pycache__", "dist", "site")
+    made_here = shutil.ignore_patterns(".*", "__pycache__", "*.so", "dist", "site")
     return Path(shutil.copytree(ROOT, tmp_path / "clone", ignore=made_here))
 
 

@@ -5,26 +5,39 @@ Here the CPU's kernels; tests/unit/staging holds the GPU's to it, under Triton's
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import pytest
 from hypothesis import given, settings
 from tests.support.staging import Case, cases, check_gather, check_round_trip, check_scatter
 from tests.support.tiers import examples
 
-from kvferry.staging.host import HostKernels
+from kvferry.staging import Kernels
+from kvferry.staging.host import HostKernels, compiled, interpreted
+
+BOTH_KINDS = pytest.mark.parametrize(
+    "make", [partial(HostKernels, copy=copy) for copy in (compiled(), interpreted)], ids=["compiled", "interpreted"]
+)
+Maker = Callable[..., Kernels]
 
 
-@given(cases())
+@BOTH_KINDS
+@given(case=cases())
 @settings(max_examples=examples(300))
-def test_gathering_packs_the_blocks_and_nothing_else(case: Case):
-    check_gather(HostKernels, case, "cpu")
+def test_gathering_packs_the_blocks_and_nothing_else(make: Maker, case: Case):
+    check_gather(make, case, "cpu")
 
 
-@given(cases())
+@BOTH_KINDS
+@given(case=cases())
 @settings(max_examples=examples(300))
-def test_scattering_writes_the_blocks_and_nothing_else(case: Case):
-    check_scatter(HostKernels, case, "cpu")
+def test_scattering_writes_the_blocks_and_nothing_else(make: Maker, case: Case):
+    check_scatter(make, case, "cpu")
 
 
-@given(cases())
+@BOTH_KINDS
+@given(case=cases())
 @settings(max_examples=examples(100))
-def test_every_bit_pattern_survives_the_way_there_and_back(case: Case):
-    check_round_trip(HostKernels, case, "cpu")
+def test_every_bit_pattern_survives_the_way_there_and_back(make: Maker, case: Case):
+    check_round_trip(make, case, "cpu")

@@ -17,7 +17,8 @@ PACKAGE = Path(kvferry.__file__).parent
 def test_a_fault_can_be_planted(fault: PlantedFault):
     text = (PACKAGE / fault.file).read_text()
     assert text.count(fault.right) == 1
-    ast.parse(text.replace(fault.right, fault.wrong))
+    if fault.file.endswith(".py"):
+        ast.parse(text.replace(fault.right, fault.wrong))
     assert all((PACKAGE.parents[1] / tests).exists() for tests in fault.nearest.split())
 
 

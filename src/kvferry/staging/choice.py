@@ -73,7 +73,6 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
         TransportUnavailableError: if torch, Triton or the GPU is missing, saying what to do.
     """
     if device.kind is MemoryKind.DRAM:
-        require_torch()
         from kvferry.staging.host import HostKernels
 
         return HostKernels(regions)

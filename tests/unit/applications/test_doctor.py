@@ -52,6 +52,14 @@ def test_settings_say_where_they_come_from_and_secrets_stay_secret():
     assert "HOME" not in said
 
 
+def test_copies_by_the_interpreter_are_said_to_be_slow():
+    assert machine.copies("").severity is Severity.GOOD
+    finding = machine.copies("blocks.so: cannot open")
+    assert finding.severity is Severity.WARNING
+    assert "several times slower: blocks.so: cannot open" in finding.what
+    assert "C compiler" in finding.remedy
+
+
 def test_a_misspelled_setting_is_named_with_the_right_one():
     (finding,) = configuration.variables({"KVFERRY_REGISTRY_URI": "x"}, Diagnosis())
     assert finding.severity is Severity.WARNING

