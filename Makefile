@@ -93,7 +93,7 @@ help:
 	@echo "make upgrade set up, then replace every process by the newer release under load (REQUESTS=10000)"
 	@echo "make clean   remove the environment and all caches"
 
-$(INSTALLED): pyproject.toml
+$(INSTALLED): pyproject.toml hatch_build.py src/kvferry/staging/blocks.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "kvferry needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "On Debian: apt-get install python3-venv"; exit 1; }

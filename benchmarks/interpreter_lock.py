@@ -19,8 +19,7 @@ import numpy as np
 
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging import allocate
-from kvferry.staging.host import HostKernels
+from kvferry.staging import allocate, kernels_for
 
 MIB = 1 << 20
 BLOCKS = 64
@@ -55,7 +54,7 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=20, help="how many a figure is a median of")
     calls = parser.parse_args().calls
     tensor = np.zeros(BLOCKS * STEP, np.uint8)
-    kernels = HostKernels([Region(tensor.ctypes.data, tensor.size)])
+    kernels = kernels_for([Region(tensor.ctypes.data, tensor.size)], Device())
     starts = tensor.ctypes.data + np.arange(BLOCKS, dtype=np.int64) * STEP
     print(f"{'':24}{'a call':>12}{'others wait':>14}")
     for runs in (1, 16):

@@ -22,9 +22,7 @@ ENGINES = 2
 """Of either kind."""
 
 LEASE_S = 2.0
-PEER_TIMEOUT_S = 5.0
-"""Twice the longest time for which a whole process was measured to stand still on a busy machine of two cores."""
-
+PEER_TIMEOUT_S = 3.0
 DEADLINE_S = 10.0
 SETTINGS: dict[str, Any] = {
     "heartbeat_interval_s": 0.5,

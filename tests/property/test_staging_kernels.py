@@ -14,10 +14,10 @@ from tests.support.staging import Case, cases, check_gather, check_round_trip, c
 from tests.support.tiers import examples
 
 from kvferry.staging import Kernels
-from kvferry.staging.host import HostKernels, compiled, interpreted
+from kvferry.staging.host import HostKernels, fastest, interpreted
 
 BOTH_KINDS = pytest.mark.parametrize(
-    "make", [partial(HostKernels, copy=copy) for copy in (compiled(), interpreted)], ids=["compiled", "interpreted"]
+    "make", [partial(HostKernels, copy=copy) for copy in (fastest()[0], interpreted)], ids=["fastest", "interpreted"]
 )
 Maker = Callable[..., Kernels]
 

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
+from kvferry.loggers import logger_of
 from kvferry.staging.accelerator import ThreadStreams
+from kvferry.staging.host import HostKernels, fastest
 from kvferry.staging.kernels import Kernels
 from kvferry.staging.sharing import CudaSharing, MappedCopies
+
+log = logger_of(__name__)
 
 _OR_ELSE = "or take KVFERRY_PATH=direct, which copies nothing"
 
@@ -73,9 +77,10 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
         TransportUnavailableError: if torch, Triton or the GPU is missing, saying what to do.
     """
     if device.kind is MemoryKind.DRAM:
-        from kvferry.staging.host import HostKernels
-
-        return HostKernels(regions)
+        copy, problem = fastest()
+        if problem:
+            log.warning("blocks are copied by the interpreter, several times slower than by compiled code: %s", problem)
+        return HostKernels(regions, copy)
     require_cuda(device)
     require_triton()
     import torch

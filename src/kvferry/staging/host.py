@@ -32,15 +32,15 @@ _INTERFACE = 1  # as in blocks.c
 class HostKernels(Kernels):
     """Copies between a pool in CPU memory and staging memory. Releases the interpreter lock while it copies."""
 
-    def __init__(self, regions: Sequence[Region], copy: CopyBlocks | None = None) -> None:
+    def __init__(self, regions: Sequence[Region], copy: CopyBlocks) -> None:
         """Takes the pool that the kernels copy from and to.
 
         Args:
             regions: the pool's memory.
-            copy: copies blocks; whatever is fastest here if None.
+            copy: copies blocks.
         """
         self._range = AddressRange.over(regions)
-        self._copy = copy if copy is not None else fastest()[0]
+        self._copy = copy
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
         self._range.check(starts, shape)

@@ -28,10 +28,9 @@ from tests.support.tiers import examples
 from kvferry.errors import LayoutError, RegistrationError, SettingsError
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging import triton_kernels
+from kvferry.staging import kernels_for, triton_kernels
 from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.gpu import GpuKernels
-from kvferry.staging.host import HostKernels
 from kvferry.staging.mapped import MappedTransport
 from kvferry.staging.resources import MachineResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
@@ -128,7 +127,7 @@ def test_pages_go_straight_into_pages(offset: int):
 @settings(max_examples=examples(50))
 def test_both_kinds_of_kernels_pack_the_same_bytes(case: Case):
     arenas = [Arena(case, "cpu", 1) for _ in range(2)]
-    makers: list[KernelMaker] = [interpreted, HostKernels]
+    makers: list[KernelMaker] = [interpreted, lambda regions: kernels_for(regions, Device())]
     for arena, make in zip(arenas, makers, strict=True):
         arena.fill(*arena.pool, kind=case.contents, seed=2)
         make(arena.regions).gather(arena.starts, case.shape, arena.address)

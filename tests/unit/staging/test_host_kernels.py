@@ -33,7 +33,7 @@ HEADS = BlockShape(((16, 2048),), 1024)
 Maker = Callable[..., Kernels]
 
 
-@pytest.fixture(params=[compiled(), interpreted], ids=["compiled", "interpreted"])
+@pytest.fixture(params=[fastest()[0], interpreted], ids=["fastest", "interpreted"])
 def make(request: pytest.FixtureRequest) -> Maker:
     """Makes the kernels, of either kind."""
     return partial(HostKernels, copy=request.param)
@@ -340,6 +340,10 @@ def test_threads_gather_at_the_same_time_each_into_memory_of_its_own(pool: Pool)
 # --- where nothing is compiled
 
 
+NEEDS_A_COMPILER = pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+
+
+@NEEDS_A_COMPILER
 def test_what_is_installed_here_is_compiled():
     assert fastest()[1] == ""
 
@@ -350,7 +354,7 @@ def test_without_compiled_code_the_interpreter_copies_and_says_why(tmp_path: Pat
     assert str(tmp_path / "blocks.so") in problem
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@NEEDS_A_COMPILER
 def test_code_that_was_compiled_from_another_source_is_refused(tmp_path: Path):
     source = COMPILED.with_suffix(".c").read_text()
     assert "INTERFACE = 1," in source
@@ -372,7 +376,7 @@ def test_other_threads_run_all_through_a_copy_of_a_few_large_blocks(runs: int, d
     before or after, never in between.
     """
     tensor = np.zeros((64, 2 * MIB), np.uint8)
-    kernels = HostKernels([Region(tensor.ctypes.data, tensor.size)])
+    kernels = HostKernels([Region(tensor.ctypes.data, tensor.size)], fastest()[0])
     starts = tensor.ctypes.data + np.arange(64, dtype=np.int64) * 2 * MIB
     length, stride = MIB // 2 // runs, 2 * MIB // runs
     shape = BlockShape(((runs, stride),) if runs > 1 else (), length)

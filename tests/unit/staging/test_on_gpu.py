@@ -16,7 +16,6 @@ from kvferry.errors import RegistrationError, SettingsError, TransportUnavailabl
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, allocate, gather_speed, kernels_for
-from kvferry.staging.host import HostKernels
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,7 +58,7 @@ class Layers:
         self.tensors = [twin.cuda() for twin in self.twins]
         torch.cuda.synchronize()
         self.kernels = kernels_for(self.regions(self.tensors), GPU)
-        self.host = HostKernels(self.regions(self.twins))
+        self.host = kernels_for(self.regions(self.twins), Device())
 
     @staticmethod
     def regions(tensors: Sequence[torch.Tensor]) -> list[Region]:
