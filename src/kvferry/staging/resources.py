@@ -46,13 +46,15 @@ def gather_speed(kernels: Kernels, samples: Sequence[StartArray], shape: BlockSh
         raise SettingsError(f"{needed} bytes to gather do not fit into {memory.num_bytes} bytes of staging memory")
     kernels.gather(samples[0], shape, memory.address)
     best = 0.0
-    begin = time.perf_counter()
+    # A CPU's kernels never wait: the thread's own time is what they take, also while others have its processor.
+    clock = time.thread_time if memory.device.kind is MemoryKind.DRAM else time.perf_counter
+    begin = clock()
     for starts in islice(cycle([*samples[1:], samples[0]]), _MOST_TIMES):
-        before = time.perf_counter()
+        before = clock()
         kernels.gather(starts, shape, memory.address)
-        taken = time.perf_counter() - before
+        taken = clock() - before
         best = max(best, len(starts) * shape.num_bytes / taken)
-        if time.perf_counter() - begin + taken > _BUDGET_S:
+        if clock() - begin + taken > _BUDGET_S:
             break
     return best
 

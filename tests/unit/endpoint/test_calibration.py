@@ -31,6 +31,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "thread_time", lambda: self.now)
         monkeypatch.setattr(time, "sleep", self.spend)
 
     def spend(self, seconds: float) -> None:
@@ -44,6 +45,7 @@ class Clockwork:
     clock: Clock
     is_synchronous: bool = True
     first_s: float = 0.0  # the first of all writes takes so much longer
+    disturbed_s: float = 0.0  # of four writes in a row three take so much longer
     written = 0
     largest = 0
 
@@ -67,6 +69,7 @@ class Clockwork:
     def _flight(self, seconds: float) -> TransferHandle:
         self.written += 1
         seconds += self.first_s if self.written == 1 else 0
+        seconds += self.disturbed_s * (self.written % 4)
         transfer = _Flying(0.0)
         if self.is_synchronous:
             self.clock.spend(seconds)
@@ -133,6 +136,18 @@ def test_the_costs_are_those_of_the_transport(monkeypatch: pytest.MonkeyPatch, i
     assert costs.gather_bytes_per_s == pytest.approx(GATHER_BYTES_PER_S, rel=0.01)
     assert costs.scatter_bytes_per_s == 7e9
     assert costs.is_one_memory is is_synchronous
+    del kept
+
+
+def test_a_busy_machine_costs_what_a_quiet_one_does(monkeypatch: pytest.MonkeyPatch):
+    """One noisy measurement would decide the path of every write, for good."""
+    clock = Clock(monkeypatch)
+    made, pieces, kept = calibration(clock, Clockwork(clock, disturbed_s=3e-3))
+    costs = made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=7e9)
+    assert costs.seconds_per_write == pytest.approx(WRITE_S, rel=0.001)
+    assert costs.seconds_per_descriptor == pytest.approx(DESCRIPTOR_S, rel=0.001)
+    assert costs.wire_bytes_per_s == pytest.approx(LARGE_BYTES_PER_S, rel=0.001)
+    assert costs.bulk_bytes_per_s == pytest.approx(BULK_BYTES_PER_S, rel=0.001)
     del kept
 
 
