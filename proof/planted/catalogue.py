@@ -222,8 +222,8 @@ CATALOGUE = (
     PlantedFault(
         "compiled code of another source is taken",
         "staging/host.py",
-        "(found := loaded.kvferry_blocks_interface()) != _INTERFACE",
-        "(found := loaded.kvferry_blocks_interface()) < 0",
+        'if crc32() != zlib.crc32(library.with_suffix(".c").read_bytes()):',
+        "if not crc32():",
         "tests/unit/staging/test_host_kernels.py",
     ),
     PlantedFault(

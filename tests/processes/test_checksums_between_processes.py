@@ -13,7 +13,6 @@ from tests.support.real_transport import skip_unless_installed
 from kvferry.control.registry_server import RegistryServer
 
 skip_unless_installed()
-pytest.importorskip("torch")
 
 MODEL = Model(layers=4, heads=4, head_dim=16, page_tokens=8, dtype="float32")
 PAGES = 12

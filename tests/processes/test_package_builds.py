@@ -113,6 +113,6 @@ def test_the_readmes_installation_works_word_by_word(clone: Path, tmp_path: Path
     script = f"{from_clone}\npip uninstall --quiet --yes kvferry\n{from_wheel}"
     said = run("bash", "-ec", script, cwd=clone, env=here)
     assert "first token: 42 - tensors that arrived: 8" in said
-    assert f"kvferry-{__version__}-py3-none-any.whl" in said
+    assert f"kvferry-{__version__}-py3-none-" in said
     assert "0 wrong" in said
     assert (tmp_path / "ferry/bin/kvferry").exists()

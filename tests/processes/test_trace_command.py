@@ -18,7 +18,6 @@ from tests.support.real_transport import skip_unless_installed
 from kvferry.control.registry_server import RegistryServer
 
 skip_unless_installed()
-pytest.importorskip("torch")
 
 MODEL = Model(layers=8, heads=8, head_dim=64, page_tokens=16)
 PAGES = 256

@@ -64,7 +64,9 @@ class Case:
 def cases(draw: st.DrawFn, most_loops: int = 6) -> Case:
     """Blocks of any nesting, sizes and alignment, some in the gaps of others."""
     unit = draw(st.sampled_from([1, 1, 2, 4, 8, 16]))
-    length = unit * draw(st.one_of(st.integers(1, 24), st.integers(1, 700 // unit)))
+    length = unit * draw(
+        st.one_of(st.integers(1, 24), st.integers(1, 700 // unit), st.integers(2048 // unit, 2200 // unit))
+    )
     lanes = draw(st.integers(1, 3))  # blocks that lie in the gaps of each other, as heads do in a row of tokens
     lane_bytes = length + unit * draw(st.integers(0, 3))
     extent, loops = lanes * lane_bytes, []

@@ -1,7 +1,8 @@
 /* Copies blocks of a pool to where they are packed, one after the other, or back: what staging/host.py calls.
  *
- * Scattered runs wait for memory. So the first lines of the next run are asked for while one is copied, and long runs are
- * written into the pool past the caches: nobody reads them soon, and the lines that they go to need not be read first. */
+ * Scattered runs wait for memory. So the first cache lines of the next run are prefetched while one is copied. Long runs
+ * are written into the pool by non-temporal stores, past the caches: the lines that they go to need not be read first, and
+ * seldom does anybody read them soon. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -10,22 +11,22 @@
 #include <emmintrin.h>
 #endif
 
-enum { INTERFACE = 1, LINE_BYTES = 64, LINES_AHEAD = 2, SHORTEST_PAST_CACHES = 2048 };
+enum { LINE_BYTES = 64, LINES_AHEAD = 2, SHORTEST_STREAMED = 2048 };
 
 typedef struct {
     int64_t count, stride;
 } Loop;
 
-/* Told apart by what loads this: raise it whenever a function's arguments change. */
-int kvferry_blocks_interface(void) { return INTERFACE; }
+/* The loader compares this with the source that it was installed with. */
+uint32_t kvferry_source_crc32(void) { return SOURCE_CRC32; }
 
-static void ask_for(const char *run, size_t length) {
+static void prefetch(const char *run, size_t length) {
     for (size_t at = 0; at < length && at < LINES_AHEAD * LINE_BYTES; at += LINE_BYTES) __builtin_prefetch(run + at);
 }
 
-static void write_past_caches(char *to, const char *from, size_t length) {
+static void stream(char *to, const char *from, size_t length) {
 #ifdef __SSE2__
-    if (length >= SHORTEST_PAST_CACHES && (uintptr_t)to % sizeof(__m128i) == 0) {
+    if (length >= SHORTEST_STREAMED && (uintptr_t)to % sizeof(__m128i) == 0) {
         for (; length >= LINE_BYTES; length -= LINE_BYTES, to += LINE_BYTES, from += LINE_BYTES) {
             const __m128i *words = (const __m128i *)from;
             const __m128i a = _mm_loadu_si128(words), b = _mm_loadu_si128(words + 1);
@@ -64,15 +65,15 @@ void kvferry_copy_blocks(const int64_t *starts, int64_t blocks, const Loop *loop
             else if (block + 1 < blocks)
                 following = (const char *)(uintptr_t)starts[block + 1];
             for (int64_t left = inner.count; left > 0; --left, run += inner.stride, packed += length) {
-                ask_for(left > 1 ? run + inner.stride : following, length);
+                prefetch(left > 1 ? run + inner.stride : following, length);
                 if (is_gather)
                     memcpy(packed, run, length);
                 else
-                    write_past_caches(run, packed, length);
+                    stream(run, packed, length);
             }
         }
     }
 #ifdef __SSE2__
-    _mm_sfence(); /* whoever is told of the end sees what was written past the caches */
+    _mm_sfence(); /* whoever is told of the end sees what was streamed */
 #endif
 }

@@ -18,22 +18,13 @@ log = logger_of(__name__)
 _OR_ELSE = "or take KVFERRY_PATH=direct, which copies nothing"
 
 
-def require_torch() -> None:
-    """Checks that torch can be imported.
-
-    Raises:
-        TransportUnavailableError: saying how to install it.
-    """
-    _require("torch", "pip install 'torch>=2.4'")
-
-
 def require_cuda(device: Device) -> None:
     """Checks that torch can use a GPU.
 
     Raises:
         TransportUnavailableError: if torch is missing, or this GPU is.
     """
-    require_torch()
+    _require("torch", "pip install 'torch>=2.4'")
     import torch
 
     if not torch.cuda.is_available():
@@ -79,7 +70,7 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
     if device.kind is MemoryKind.DRAM:
         copy, problem = fastest()
         if problem:
-            log.warning("blocks are copied by the interpreter, several times slower than by compiled code: %s", problem)
+            log.warning("blocks are copied by the interpreter, which is slow (`kvferry doctor` has more): %s", problem)
         return HostKernels(regions, copy)
     require_cuda(device)
     require_triton()

@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 import xxhash
 
-from kvferry.errors import ChecksumError, MessageError, SettingsError, TransportUnavailableError
+from kvferry.errors import ChecksumError, MessageError, SettingsError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan import ElectedRoute, PairPlan, Unit
 from kvferry.plan.packing import PackedPiece, Segment, Starts, digested_together
@@ -125,19 +125,13 @@ class DigestMemory:
 
         Raises:
             SettingsError: if the pool is in a GPU's memory.
-            TransportUnavailableError: if the kernels' library is not installed.
         """
         if device.kind is not MemoryKind.DRAM:
             raise SettingsError(
                 f"checksums (KVFERRY_CHECKSUMS of the decode side) are for pools in CPU memory, and this one is on "
                 f"{device}: turn them off"
             )
-        try:
-            self.kernels: Kernels = resources.kernels(regions, device)
-        except TransportUnavailableError as error:
-            raise TransportUnavailableError(
-                f"checksums (KVFERRY_CHECKSUMS of the decode side) take what the staged path takes: {error}"
-            ) from error
+        self.kernels: Kernels = resources.kernels(regions, device)
         self._resources = resources
         self._device = device
         # Guards the list: every thread that digests takes a piece, and gives it back.

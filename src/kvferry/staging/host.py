@@ -1,7 +1,7 @@
 """The kernels for CPU memory: one call of compiled code (`blocks.c`) for all blocks, without the interpreter's lock.
 
-Installing kvferry compiles it. Where no compiler was at hand the interpreter copies run by run: the same bytes, several
-times slower where runs are short, and `kvferry doctor` says so.
+Installing kvferry compiles it. Where no compiler was at hand the interpreter copies block by block, more slowly, and
+`kvferry doctor` says so.
 
 Measured on one core of a two-core EPYC, 2 MiB at a time from scattered pages, beside the best that NumPy and torch do
 (`benchmarks/staging_kernels.py`): runs of 1 KiB are gathered at 5.8 GB/s and 4.3, scattered at 5.3 and 4.5; pages of
@@ -11,6 +11,7 @@ Measured on one core of a two-core EPYC, 2 MiB at a time from scattered pages, b
 from __future__ import annotations
 
 import ctypes
+import zlib
 from collections.abc import Callable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,14 +20,12 @@ import numpy as np
 
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.kernels import AddressRange, Kernels, StartArray, spread
+from kvferry.staging.kernels import AddressRange, Kernels, StartArray, array_at
 
 CopyBlocks = Callable[[StartArray, BlockShape, int, bool], None]
 """Copies blocks, given where they begin and their shape, to an address where they are packed; or back, if False."""
 
 COMPILED = Path(__file__).with_name("blocks.so")
-
-_INTERFACE = 1  # as in blocks.c
 
 
 class HostKernels(Kernels):
@@ -55,7 +54,7 @@ def fastest(library: Path = COMPILED) -> tuple[CopyBlocks, str]:
     """Returns what copies blocks fastest here, and why that is not compiled code; empty if it is."""
     try:
         return compiled(library), ""
-    except OSError as error:
+    except (OSError, AttributeError) as error:
         return interpreted, str(error)
 
 
@@ -63,11 +62,14 @@ def compiled(library: Path = COMPILED) -> CopyBlocks:
     """Loads the compiled copies.
 
     Raises:
-        OSError: if they are not there, or were compiled from another source.
+        OSError: if they are not there, or were compiled from another source than the one beside them.
+        AttributeError: if that is another library.
     """
     loaded = ctypes.CDLL(str(library))
-    if (found := loaded.kvferry_blocks_interface()) != _INTERFACE:
-        raise OSError(f"{library} has interface {found}, and {_INTERFACE} is needed: install kvferry anew")
+    crc32 = loaded.kvferry_source_crc32
+    crc32.restype = ctypes.c_uint32
+    if crc32() != zlib.crc32(library.with_suffix(".c").read_bytes()):
+        raise OSError(f"{library} was compiled from another source: install kvferry anew, or run hatch_build.py")
     copy = loaded.kvferry_copy_blocks
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     copy.argtypes = (pointer, number, pointer, number, ctypes.c_size_t, pointer, ctypes.c_int)
@@ -83,8 +85,11 @@ def compiled(library: Path = COMPILED) -> CopyBlocks:
 
 
 def interpreted(starts: StartArray, shape: BlockShape, address: int, is_gather: bool) -> None:
-    """Copies run by run."""
-    for run in spread(starts, shape.loops).tolist():
-        to, source = (address, run) if is_gather else (run, address)
-        ctypes.memmove(to, source, shape.length)
-        address += shape.length
+    """Copies block by block."""
+    counts, strides = [count for count, _ in shape.loops], [stride for _, stride in shape.loops]
+    for start in starts.tolist():
+        block = array_at(start, (*counts, shape.length), "|u1", (*strides, 1))
+        packed = array_at(address, (*counts, shape.length), "|u1")
+        to, source = (packed, block) if is_gather else (block, packed)
+        to[...] = source
+        address += shape.num_bytes

@@ -151,6 +151,15 @@ def test_a_busy_machine_costs_what_a_quiet_one_does(monkeypatch: pytest.MonkeyPa
     del kept
 
 
+def test_what_takes_long_is_not_repeated_more_often_than_needed(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    transport = Clockwork(clock, disturbed_s=0.2)
+    made, pieces, kept = calibration(clock, transport)
+    made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=7e9)
+    assert transport.written == 4 * 3
+    del kept
+
+
 @pytest.mark.parametrize("is_synchronous", [True, False])
 def test_on_a_gpu_nothing_sleeps_and_what_is_measured_is_no_launch(
     monkeypatch: pytest.MonkeyPatch, is_synchronous: bool

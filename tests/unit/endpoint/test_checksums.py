@@ -38,7 +38,6 @@ from kvferry.errors import (
     SettingsError,
     TransferAbortedError,
     TransferFailedError,
-    TransportUnavailableError,
 )
 from kvferry.layout import Device, MemoryKind, VirtualPools, virtual_layout
 from kvferry.pools.places import Pages
@@ -46,12 +45,9 @@ from kvferry.pools.pool import Pool
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
-from kvferry.staging import resources
 from kvferry.staging.digests import verify_chunk, verify_segment
 from kvferry.staging.rings import Span
 from kvferry.testing.probe import probe
-
-pytest.importorskip("torch")
 
 S = TransferState
 KIB = 1 / 1024  # of a MiB
@@ -185,25 +181,6 @@ def test_the_decode_sides_setting_is_enough_and_off_nothing_travels(
         assert not segments
     else:
         assert all(segment.digests is None for segment in segments)
-
-
-@pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_what_is_missing_to_digest_is_said_when_connecting(
-    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, side: str
-):
-    def missing(*arguments: Any) -> Any:
-        raise TransportUnavailableError("torch is not installed: pip install torch")
-
-    both = engines(path="direct")
-    if side == "decode":
-        monkeypatch.setattr(resources, "kernels_for", missing)
-        with pytest.raises(TransportUnavailableError, match=r"checksums \(KVFERRY_CHECKSUMS.*torch is not installed"):
-            both.decode(ATTENTION, checksums=True)
-        return
-    requests = Requests(both.prefill(ATTENTION), both.decode(ATTENTION, checksums=True))
-    monkeypatch.setattr(resources, "kernels_for", missing)
-    with pytest.raises(TransportUnavailableError, match=r"refused: checksums \(KVFERRY_CHECKSUMS.*torch is not in"):
-        requests.connect()
 
 
 def test_a_gpu_pool_is_refused_at_the_start():

@@ -59,8 +59,6 @@ def watched(pair: Callable[..., Requests]) -> Callable[..., Requests]:
 
 @pytest.mark.parametrize("settings", [{"path": "direct"}, TIGHT], ids=["direct", "staged"])
 def test_transfers_add_up(watched: Callable[..., Requests], settings: dict[str, Any]):
-    if settings["path"] == "staged":
-        pytest.importorskip("torch")
     requests = watched(**settings)
     begun_at = time.monotonic()
     for room in range(3):

@@ -28,8 +28,6 @@ from kvferry.plan import PathCosts, TransferPath, Unit
 from kvferry.staging import Kernels, resources
 from kvferry.testing.probe import probe
 
-pytest.importorskip("torch")
-
 S = TransferState
 KIB = 1 / 1024  # of a MiB
 
@@ -471,16 +469,16 @@ def test_without_what_copies_the_direct_path_is_left(
     engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch, side: str
 ):
     def missing(*arguments: Any) -> Any:
-        raise TransportUnavailableError("torch is not installed: pip install torch")
+        raise TransportUnavailableError("Triton is not installed: pip install triton")
 
     both = engines(path="auto")
     make: dict[str, Any] = {"prefill": both.prefill, "decode": both.decode}
     other = make["decode" if side == "prefill" else "prefill"](ATTENTION)
     monkeypatch.setattr(resources, "kernels_for", missing)
     mine = make[side](ATTENTION)
-    with pytest.raises(TransportUnavailableError, match="torch is not installed"):
+    with pytest.raises(TransportUnavailableError, match="Triton is not installed"):
         make[side](ATTENTION, path="staged")
     pair: Any = (mine, other) if side == "prefill" else (other, mine)
     request = Requests(*pair).run(1)
     assert paths_of(request) == {TransferPath.DIRECT}
-    assert "torch is not installed" in request.senders[0].stats.writes[0].why
+    assert "Triton is not installed" in request.senders[0].stats.writes[0].why

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvferry.errors import SettingsError
-from kvferry.layout import Device, Region
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import BlockShape
 from kvferry.staging import Kernels, StagingMemory, allocate, gather_speed, kernels_for
 
@@ -34,6 +34,7 @@ class Clockwork(Kernels):
 
 def measured(kernels: Clockwork, monkeypatch: pytest.MonkeyPatch) -> float:
     monkeypatch.setattr(time, "thread_time", lambda: kernels.now)
+    monkeypatch.setattr(time, "perf_counter", lambda: pytest.fail("others may have had the processor meanwhile"))
     with allocate(4096, Device()) as memory:
         speed = gather_speed(kernels, SAMPLES, BLOCK, memory)
         assert {call[1:] for call in kernels.calls} == {(BLOCK, memory.address)}
@@ -61,6 +62,18 @@ def test_it_ends_after_a_millisecond(monkeypatch: pytest.MonkeyPatch):
 def test_blocks_that_take_longer_are_gathered_twice(monkeypatch: pytest.MonkeyPatch):
     kernels = Clockwork(1.0, 0.5)
     assert measured(kernels, monkeypatch) == pytest.approx(0.5)
+
+
+def test_on_a_gpu_it_counts_what_passes_while_the_thread_waits(monkeypatch: pytest.MonkeyPatch):
+    kernels = Clockwork(*[1e-4] * 6)
+    monkeypatch.setattr(time, "perf_counter", lambda: kernels.now)
+    monkeypatch.setattr(time, "thread_time", lambda: pytest.fail("a thread that waits for a device does nothing"))
+    memory = StagingMemory(Region(4096, 4096), Device(MemoryKind.VRAM, 0), owner=None)
+    assert gather_speed(kernels, SAMPLES, BLOCK, memory) == pytest.approx(4 * BLOCK.num_bytes / 1e-4)
+
+
+def test_a_clock_that_stands_still_is_no_error(monkeypatch: pytest.MonkeyPatch):
+    assert measured(Clockwork(*[0.0] * 6), monkeypatch) > 0
 
 
 def test_blocks_that_do_not_fit_are_refused():

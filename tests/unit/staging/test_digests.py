@@ -6,14 +6,11 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvferry.errors import SettingsError, TransportUnavailableError
+from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import MovedBlocks, digested_together
-from kvferry.staging import resources
 from kvferry.staging.digests import DIGESTED_BYTES, DigestMemory, digests_of
 from kvferry.staging.resources import MachineResources
-
-pytest.importorskip("torch")
 
 
 def some_bytes(count: int) -> np.ndarray:
@@ -85,12 +82,3 @@ def test_memory_is_used_again_and_grows_where_a_block_is_larger():
 def test_a_pool_on_a_gpu_is_refused_saying_what_to_do():
     with pytest.raises(SettingsError, match=r"checksums \(KVFERRY_CHECKSUMS.*CPU memory, and this one is on VRAM:0"):
         DigestMemory(MachineResources(), [], Device(MemoryKind.VRAM, 0))
-
-
-def test_what_copies_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
-    def missing(*arguments: object) -> None:
-        raise TransportUnavailableError("torch is not installed: pip install torch")
-
-    monkeypatch.setattr(resources, "kernels_for", missing)
-    with pytest.raises(TransportUnavailableError, match=r"KVFERRY_CHECKSUMS.*torch is not installed"):
-        DigestMemory(MachineResources(), [], Device())

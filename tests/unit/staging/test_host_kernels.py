@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.support.clones import ROOT
 from tests.support.sparse import FAR_BLOCKS, check_far_blocks
 from tests.support.staging import ODD_CASES, Case, check_gather, check_round_trip, check_scatter
 from tests.support.waiting import eventually
@@ -230,7 +231,7 @@ def test_nothing_of_the_size_of_the_data_is_allocated(pool: Pool, shape: BlockSh
     extent = shape.length + sum((count - 1) * stride for count, stride in shape.loops)
     starts = pool.starts(*range(0, 4 * MIB - extent + 1, extent + 8 - extent % 8))
     copied = len(starts) * shape.num_bytes
-    most = max(copied / 64, 64 * len(starts) * shape.num_runs)  # run by run, the interpreter has their addresses
+    most = max(copied / 64, 64 * len(starts))
     assert peak_of(lambda: run(pool.kernels, way, starts, shape, pool.memory.address)) < most
 
 
@@ -354,14 +355,35 @@ def test_without_compiled_code_the_interpreter_copies_and_says_why(tmp_path: Pat
     assert str(tmp_path / "blocks.so") in problem
 
 
+def test_kernels_without_compiled_code_say_so_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr("kvferry.staging.choice.fastest", lambda: (interpreted, "no blocks.so"))
+    kernels_for([Region(4096, 4096)], Device())
+    assert "blocks are copied by the interpreter, which is slow" in caplog.text
+    assert "no blocks.so" in caplog.text
+
+
 @NEEDS_A_COMPILER
 def test_code_that_was_compiled_from_another_source_is_refused(tmp_path: Path):
-    source = COMPILED.with_suffix(".c").read_text()
-    assert "INTERFACE = 1," in source
-    (tmp_path / "other.c").write_text(source.replace("INTERFACE = 1,", "INTERFACE = 2,"))
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
-    with pytest.raises(OSError, match=r"other\.so has interface 2, and 1 is needed: install kvferry anew"):
-        compiled(tmp_path / "other.so")
+    (tmp_path / "src/kvferry/staging").mkdir(parents=True)
+    source = tmp_path / "src/kvferry/staging/blocks.c"
+    shutil.copy(COMPILED.with_suffix(".c"), source)
+    shutil.copy(ROOT / "hatch_build.py", tmp_path)
+    subprocess.run([sys.executable, tmp_path / "hatch_build.py", "-Werror"], check=True)
+    compiled(source.with_suffix(".so"))
+    source.write_text(source.read_text() + "\n")
+    with pytest.raises(OSError, match=r"blocks\.so was compiled from another source: install kvferry anew"):
+        compiled(source.with_suffix(".so"))
+
+
+@NEEDS_A_COMPILER
+def test_another_library_is_refused(tmp_path: Path):
+    (tmp_path / "blocks.c").write_text("int other;\n")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", "blocks.so", "blocks.c"], cwd=tmp_path, check=True)
+    copy, problem = fastest(tmp_path / "blocks.so")
+    assert copy is interpreted
+    assert "kvferry_source_crc32" in problem
 
 
 # --- beside other threads

@@ -21,7 +21,7 @@ from kvferry.applications.bench.options import BenchOptions
 from kvferry.errors import KVFerryError
 
 _END_S = 10.0
-_PRELOADED = ["torch", ranks.__name__]  # what is not installed is left out
+_PRELOADED = [ranks.__name__]
 _LONGEST_POLL_S = 0.5
 _CAUSE_S = 2.0
 """How long a rank's error waits for a death to explain it: whoever wrote to a rank that died hears of it first."""

