@@ -99,10 +99,13 @@ class Library:
             status = self._agent.postXferReq(handle, b"" if error is not None else notification)
         if error is not None:
             raise error
-        return status
+        return self.nixl.NIXL_IN_PROG if self._is_held(handle) else status
+
+    def _is_held(self, handle: int) -> bool:
+        return self.is_held or handle in self.held
 
     def getXferStatus(self, handle: int) -> Any:  # noqa: N802
-        if self.is_held or handle in self.held:
+        if self._is_held(handle):
             return self.nixl.NIXL_IN_PROG
         if handle in self.failed:
             raise self.failed[handle]

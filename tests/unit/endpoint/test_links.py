@@ -171,7 +171,7 @@ def test_an_engine_of_which_a_rank_is_missing_is_told_apart(engines: Callable[..
 
 
 def test_a_data_parallel_group_of_which_a_rank_is_missing_holds_up_no_other_group(engines: Callable[..., Engines]):
-    both, model, shape = engines(bootstrap_timeout_s=0.4), Model(), Shape(tp=2, dp=3)
+    both, model, shape = engines(bootstrap_timeout_s=1.5), Model(), Shape(tp=2, dp=3)
     prefill = both.prefill(model, shape, ranks=[0, 2, 3])  # all of group 1, a rank of group 0, none of group 2
     decode = both.decode(model)
     Requests(prefill, decode, prefill_dp_rank=1).run(1)
