@@ -22,7 +22,9 @@ ENGINES = 2
 """Of either kind."""
 
 LEASE_S = 2.0
-PEER_TIMEOUT_S = 3.0
+PEER_TIMEOUT_S = 5.0
+"""Twice the longest time for which a whole process was measured to stand still on a busy machine of two cores."""
+
 DEADLINE_S = 10.0
 SETTINGS: dict[str, Any] = {
     "heartbeat_interval_s": 0.5,
@@ -331,7 +333,8 @@ class Soak:
                 if found is None:
                     continue
                 self.account.trends.append(found)
-                problem = found.problem(reunions=rank.reunions if is_present else len(self._struck))
+                reunions = rank.reunions if is_present else len(self._struck)
+                problem = found.problem(reunions=reunions, lost_peers=bool(self._struck))
                 if problem:
                     self.account.problem(f"grown: {problem}")
 

@@ -12,7 +12,15 @@ import pytest
 from benchmarks.soak.__main__ import main
 from benchmarks.soak.causes import UNKNOWN, cause
 from benchmarks.soak.faults import Faults, Kind
-from benchmarks.soak.watch import DESCRIPTORS_TOLERANCE, MEMORY_TOLERANCE_MIB, SOCKETS_FOR_REUNION, Look, trend
+from benchmarks.soak.watch import (
+    DESCRIPTORS_TOLERANCE,
+    MEMORY_OF_A_START_MIB,
+    MEMORY_TOLERANCE_MIB,
+    SOCKETS_FOR_REUNION,
+    Look,
+    Trend,
+    trend,
+)
 from tests.support.commands import called
 from tests.support.real_transport import skip_unless_installed
 
@@ -81,8 +89,8 @@ def test_what_grows_is_seen_and_what_stays_is_not(grown: Look, what: str):
     flat, growing = trend("rank", looks(0.0)), trend("rank", looks(2.0))
     assert flat is not None
     assert growing is not None
-    assert flat.problem(reunions=0) == ""
-    assert what in growing.problem(reunions=0)
+    assert flat.problem(reunions=0, lost_peers=False) == ""
+    assert what in growing.problem(reunions=0, lost_peers=False)
     assert trend("rank", looks(1.0)[:5]) is None
 
 
@@ -90,8 +98,19 @@ def test_sockets_that_nixl_keeps_are_allowed_for():
     looks = [Look(at, 100.0, 8, 40 + (at > 30) * (DESCRIPTORS_TOLERANCE + SOCKETS_FOR_REUNION)) for at in range(60)]
     found = trend("rank", looks)
     assert found is not None
-    assert found.problem(reunions=0)
-    assert not found.problem(reunions=1)
+    assert found.problem(reunions=0, lost_peers=False)
+    assert not found.problem(reunions=1, lost_peers=False)
+
+
+def test_memory_that_ucx_keeps_of_a_peers_start_is_allowed_for_once():
+    def found(more_mib: float) -> Trend:
+        of_a_life = trend("rank", [Look(at, 100.0 + (at > 30) * more_mib, 8, 40) for at in range(60)])
+        assert of_a_life is not None
+        return of_a_life
+
+    assert found(MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=False)
+    assert not found(MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=True)
+    assert found(2 * MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=True)
 
 
 @pytest.mark.parametrize("flags", [("--minutes", "0"), ("--in-flight", "3"), ("--quiet", "-1")])

@@ -407,6 +407,22 @@ def test_an_abort_on_the_prefill_side_fails_both(pair: Pair):
     assert_reusable(pair, request)
 
 
+def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair):
+    """SGLang ends a request on all ranks with the first that reports it, and tells the client what rank 0 knows."""
+    pair.begin(Model(), prefill_tp=2)
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    request.senders[1].transfer.abort("rank 1 hears of it first")
+    deadline = time.monotonic() + WAIT_S
+    while min(request.sent()) != KVPoll.Failed:
+        assert time.monotonic() < deadline
+    for sender in request.senders:
+        with pytest.raises(KVTransferError, match="rank 1 hears of it first"):
+            sender.failure_exception()
+    assert_reusable(pair, request)
+
+
 def test_an_abort_on_the_decode_side_fails_both(pair: Pair):
     pair.begin(Model(), decode_tp=2)
     request = Request(pair, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,6 +25,9 @@ from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import POLLS, give_up, in_use, page_numbers, state_pages, whole_pages
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
+
+_OTHERS_HEAR_S = 0.05
+"""By when the other ranks of a group have heard of a failure, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -352,11 +356,15 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             return
         if self.bootstrap_room not in self.kv_mgr.request_status:
             return
+        if transfer.state is TransferState.FAILED:
+            # Ranks hear of a failure milliseconds apart, and the client is told what the first rank knows of it when
+            # one of them reports it: so each has its reason ready at once, and reports it when the others have theirs.
+            self.kv_mgr.record_failure(self.bootstrap_room, str(transfer.error))
+            ended_at = transfer.stats.ended_at
+            if self.kv_mgr.attn_tp_size > 1 and ended_at is not None and time.monotonic() < ended_at + _OTHERS_HEAR_S:
+                return
         self._seen = transfer.state
-        if self._seen is TransferState.FAILED:
-            self._fail(str(transfer.error))
-        else:
-            self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])
+        self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])
 
     def _conclude(self, check: Any) -> int:
         if self.conclude_state is not None:
