@@ -413,7 +413,9 @@ def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair):
     request = Request(pair, 1)
     request.ask()
     wait(request.sent, KVPoll.WaitingForInput)
-    request.senders[1].transfer.abort("rank 1 hears of it first")
+    transfer = request.senders[1].transfer
+    assert transfer is not None
+    transfer.abort("rank 1 hears of it first")
     deadline = time.monotonic() + WAIT_S
     while min(request.sent()) != KVPoll.Failed:
         assert time.monotonic() < deadline
