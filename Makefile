@@ -107,7 +107,7 @@ $(INSTALLED): pyproject.toml
 $(COMPILED): src/kvferry/staging/blocks.c | $(INSTALLED)
 	@$(VENV)/bin/python hatch_build.py || echo "copies between pools in CPU memory will be slow"
 
-demo test test-full test-transport test-hosts test-long test-vllm test-sglang bench soak: $(COMPILED)
+demo test test-full test-transport test-hosts test-long bench soak: $(COMPILED)
 
 debian-packages:
 	apt-get install --quiet --quiet --yes --no-install-recommends $(DEBIAN_PACKAGES) || \

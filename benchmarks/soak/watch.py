@@ -21,7 +21,7 @@ SOCKETS_FOR_REUNION = 6
 """NIXL 1.5.1 closes no connection to an agent that lives: two that lose each other and meet again, as after a long
 freeze, keep the sockets of before, until one of them ends."""
 
-MEMORY_OF_A_START_MIB = 70.0
+MEMORY_FOR_LOST_PEERS_MIB = 70.0
 """A process that has lost a peer may keep so much more: 66 MiB was seen, in two of eleven soaks, and no more in 200
 crashes in a row. It is about what a connection to a peer on the machine takes; who keeps it is not known."""
 
@@ -69,10 +69,10 @@ class Trend:
 
         Args:
             reunions: how often it lost a peer that lived.
-            lost_peers: whether it has met a peer again, or its next start.
+            lost_peers: whether any rank was lost or killed in the soak.
         """
         grown = []
-        allowed_mib = MEMORY_TOLERANCE_MIB + (MEMORY_OF_A_START_MIB if lost_peers else 0.0)
+        allowed_mib = MEMORY_TOLERANCE_MIB + (MEMORY_FOR_LOST_PEERS_MIB if lost_peers else 0.0)
         if self.late.memory_mib > self.pending.memory_mib + allowed_mib:
             grown.append(f"memory from {self.pending.memory_mib:.1f} to {self.late.memory_mib:.1f} MiB")
         if self.late.threads > self.pending.threads + THREADS_TOLERANCE:

@@ -69,14 +69,16 @@ def found_by(fault: PlantedFault, tree: Path) -> str:
     )
     file.write_text(right.replace(fault.right, fault.wrong))
     try:
-        compile_copies(tree)
+        if file.suffix == ".c":
+            compile_copies(tree)
         # The nearest alone, in one process: to collect all tests in several takes longer than most faults live.
         if fails(tree, *fault.nearest.split()) or fails(tree, *ALL_CORES):
             return "make test"
         return "make test-all" if fails(tree, *ALL_CORES, "--tier", "full") else "nothing"
     finally:
         file.write_text(right)
-        compile_copies(tree)
+        if file.suffix == ".c":
+            compile_copies(tree)
 
 
 def markdown(found: Mapping[PlantedFault, str]) -> str:

@@ -14,7 +14,7 @@ from benchmarks.soak.causes import UNKNOWN, cause
 from benchmarks.soak.faults import Faults, Kind
 from benchmarks.soak.watch import (
     DESCRIPTORS_TOLERANCE,
-    MEMORY_OF_A_START_MIB,
+    MEMORY_FOR_LOST_PEERS_MIB,
     MEMORY_TOLERANCE_MIB,
     SOCKETS_FOR_REUNION,
     Look,
@@ -102,15 +102,15 @@ def test_sockets_that_nixl_keeps_are_allowed_for():
     assert not found.problem(reunions=1, lost_peers=False)
 
 
-def test_memory_that_ucx_keeps_of_a_peers_start_is_allowed_for_once():
+def test_memory_that_stays_of_a_lost_peer_is_allowed_for_once():
     def found(more_mib: float) -> Trend:
         of_a_life = trend("rank", [Look(at, 100.0 + (at > 30) * more_mib, 8, 40) for at in range(60)])
         assert of_a_life is not None
         return of_a_life
 
-    assert found(MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=False)
-    assert not found(MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=True)
-    assert found(2 * MEMORY_OF_A_START_MIB).problem(reunions=0, lost_peers=True)
+    assert found(MEMORY_FOR_LOST_PEERS_MIB).problem(reunions=0, lost_peers=False)
+    assert not found(MEMORY_FOR_LOST_PEERS_MIB).problem(reunions=0, lost_peers=True)
+    assert found(2 * MEMORY_FOR_LOST_PEERS_MIB).problem(reunions=0, lost_peers=True)
 
 
 @pytest.mark.parametrize("flags", [("--minutes", "0"), ("--in-flight", "3"), ("--quiet", "-1")])

@@ -5,39 +5,36 @@ Here the CPU's kernels; tests/unit/staging holds the GPU's to it, under Triton's
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 from hypothesis import given, settings
-from tests.support.staging import Case, cases, check_gather, check_round_trip, check_scatter
+from tests.support.staging import Case, KernelMaker, cases, check_gather, check_round_trip, check_scatter
 from tests.support.tiers import examples
 
-from kvferry.staging import Kernels
 from kvferry.staging.host import HostKernels, fastest, interpreted
 
 BOTH_KINDS = pytest.mark.parametrize(
     "make", [partial(HostKernels, copy=copy) for copy in (fastest()[0], interpreted)], ids=["fastest", "interpreted"]
 )
-Maker = Callable[..., Kernels]
 
 
 @BOTH_KINDS
 @given(case=cases())
 @settings(max_examples=examples(300))
-def test_gathering_packs_the_blocks_and_nothing_else(make: Maker, case: Case):
+def test_gathering_packs_the_blocks_and_nothing_else(make: KernelMaker, case: Case):
     check_gather(make, case, "cpu")
 
 
 @BOTH_KINDS
 @given(case=cases())
 @settings(max_examples=examples(300))
-def test_scattering_writes_the_blocks_and_nothing_else(make: Maker, case: Case):
+def test_scattering_writes_the_blocks_and_nothing_else(make: KernelMaker, case: Case):
     check_scatter(make, case, "cpu")
 
 
 @BOTH_KINDS
 @given(case=cases())
 @settings(max_examples=examples(100))
-def test_every_bit_pattern_survives_the_way_there_and_back(make: Maker, case: Case):
+def test_every_bit_pattern_survives_the_way_there_and_back(make: KernelMaker, case: Case):
     check_round_trip(make, case, "cpu")

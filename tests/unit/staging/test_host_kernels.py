@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from tests.support.clones import ROOT
 from tests.support.sparse import FAR_BLOCKS, check_far_blocks
-from tests.support.staging import ODD_CASES, Case, check_gather, check_round_trip, check_scatter
+from tests.support.staging import ODD_CASES, Case, KernelMaker, check_gather, check_round_trip, check_scatter
 from tests.support.waiting import eventually
 
 from kvferry.errors import LayoutError, RegistrationError
@@ -31,23 +31,20 @@ HEADS = BlockShape(((16, 2048),), 1024)
 """Half of the heads of 16 tokens: 16 KiB, spread over 32 KiB."""
 
 
-Maker = Callable[..., Kernels]
-
-
 @pytest.fixture(params=[fastest()[0], interpreted], ids=["fastest", "interpreted"])
-def make(request: pytest.FixtureRequest) -> Maker:
+def make(request: pytest.FixtureRequest) -> KernelMaker:
     """Makes the kernels, of either kind."""
     return partial(HostKernels, copy=request.param)
 
 
 @pytest.mark.parametrize("case", ODD_CASES.values(), ids=ODD_CASES)
 @pytest.mark.parametrize("check", [check_gather, check_scatter, check_round_trip])
-def test_odd_shapes(make: Maker, check: Callable[..., None], case: Case):
+def test_odd_shapes(make: KernelMaker, check: Callable[..., None], case: Case):
     check(make, case, "cpu")
 
 
 @pytest.mark.parametrize(("shape", "blocks"), FAR_BLOCKS.values(), ids=FAR_BLOCKS)
-def test_offsets_beyond_what_32_bits_count(make: Maker, shape: BlockShape, blocks: tuple[int, ...]):
+def test_offsets_beyond_what_32_bits_count(make: KernelMaker, shape: BlockShape, blocks: tuple[int, ...]):
     check_far_blocks(make, shape, blocks)
 
 
@@ -64,7 +61,7 @@ BLOCKS_OF_MIB = {
 
 @pytest.mark.parametrize("shape", BLOCKS_OF_MIB.values(), ids=BLOCKS_OF_MIB)
 @pytest.mark.parametrize("misplaced", [0, 1, 8])
-def test_large_blocks(make: Maker, shape: BlockShape, misplaced: int):
+def test_large_blocks(make: KernelMaker, shape: BlockShape, misplaced: int):
     pool = np.random.default_rng(0).integers(0, 256, 16 * MIB, np.uint8)
     regions = [Region(pool.ctypes.data, len(pool))]
     offsets = [pool.size // 2 + misplaced, 4096 - pool.ctypes.data % 4096 + misplaced]
@@ -97,7 +94,7 @@ def over(address: int, num_bytes: int) -> np.ndarray:
 class Pool:
     """4 MiB with their kernels, and staging memory for all of it."""
 
-    def __init__(self, make: Maker) -> None:
+    def __init__(self, make: KernelMaker) -> None:
         self.tensor = np.random.default_rng(1).integers(0, 256, 4 * MIB, np.uint8)
         self.start = self.tensor.ctypes.data
         self.kernels = make([Region(self.start, self.tensor.size)])
@@ -108,7 +105,7 @@ class Pool:
 
 
 @pytest.fixture
-def pool(make: Maker) -> Iterator[Pool]:
+def pool(make: KernelMaker) -> Iterator[Pool]:
     pool = Pool(make)
     yield pool
     pool.memory.close()
@@ -138,7 +135,7 @@ def test_the_last_block_that_fits_is_none_outside(pool: Pool):
     assert (pool.tensor[-1024:] == 3).all()
 
 
-def test_a_pool_without_memory_has_no_blocks(make: Maker):
+def test_a_pool_without_memory_has_no_blocks(make: KernelMaker):
     kernels = make([Region(4096, 0)])
     kernels.gather(np.empty(0, np.int64), HEADS, 4096)
     kernels.scatter(4096, np.empty(0, np.int64), HEADS)
@@ -170,7 +167,7 @@ def test_starts_may_be_a_view_that_cannot_be_written_to(pool: Pool, recwarn: pyt
 # --- how they copy
 
 
-def test_staging_memory_between_two_tensors_is_copied_from_as_it_is(make: Maker):
+def test_staging_memory_between_two_tensors_is_copied_from_as_it_is(make: KernelMaker):
     memory = np.random.default_rng(2).integers(0, 256, 12 * MIB, np.uint8)
     low, staging, high = memory[: 4 * MIB], memory[4 * MIB : 8 * MIB], memory[8 * MIB :]
     kernels = make([Region(low.ctypes.data, low.size), Region(high.ctypes.data, high.size)])
@@ -184,7 +181,7 @@ def test_staging_memory_between_two_tensors_is_copied_from_as_it_is(make: Maker)
     np.testing.assert_array_equal(staging, packed)
 
 
-def test_blocks_on_both_sides_of_staging_memory_come_in_any_order(make: Maker):
+def test_blocks_on_both_sides_of_staging_memory_come_in_any_order(make: KernelMaker):
     arena = np.random.default_rng(4).integers(0, 256, 16 * 32768, np.uint8)
     low, staging, high = np.split(arena, [4 * 32768, 12 * 32768])
     kernels = make([Region(half.ctypes.data, half.size) for half in (high, low)])
