@@ -407,21 +407,21 @@ def test_an_abort_on_the_prefill_side_fails_both(pair: Pair):
     assert_reusable(pair, request)
 
 
-def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair):
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair, side: str):
     """SGLang ends a request on all ranks with the first that reports it, and tells the client what rank 0 knows."""
-    pair.begin(Model(), prefill_tp=2)
+    pair.begin(Model(), prefill_tp=2, decode_tp=2)
     request = Request(pair, 1)
     request.ask()
     wait(request.sent, KVPoll.WaitingForInput)
-    transfer = request.senders[1].transfer
-    assert transfer is not None
-    transfer.abort("rank 1 hears of it first")
+    polls, ranks = (request.sent, request.senders) if side == "prefill" else (request.received, request.receivers)
+    ranks[1].transfer.abort("rank 1 hears of it first")
     deadline = time.monotonic() + WAIT_S
-    while min(request.sent()) != KVPoll.Failed:
+    while min(polls()) != KVPoll.Failed:
         assert time.monotonic() < deadline
-    for sender in request.senders:
+    for rank in ranks:
         with pytest.raises(KVTransferError, match="rank 1 hears of it first"):
-            sender.failure_exception()
+            rank.failure_exception()
     assert_reusable(pair, request)
 
 

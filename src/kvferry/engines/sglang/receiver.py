@@ -17,7 +17,16 @@ from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
-from kvferry.engines.sglang.transfers import POLLS, give_up, in_use, is_paged, page_numbers, state_pages, whole_pages
+from kvferry.engines.sglang.transfers import (
+    POLLS,
+    give_up,
+    in_use,
+    is_paged,
+    may_report_failure,
+    page_numbers,
+    state_pages,
+    whole_pages,
+)
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, EngineEndedError, KVFerryError, UsageError
 
@@ -40,6 +49,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, number)
         self.transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
+        self._failed_at: float | None = None
         self._aux_index: int | None = None
         self._engine = ""
         self._has_refused = number != bootstrap_room  # the prefill server's is the other request's
@@ -293,7 +303,12 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
         if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
             return int(KVPoll.Transferring)  # SGLang would take the pages back at once
-        self._fail(f"the prefill server at {self.bootstrap_addr}: {transfer.error}")
+        reason = f"the prefill server at {self.bootstrap_addr}: {transfer.error}"
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)  # ready for whoever reports it first
+        self._failed_at = self._failed_at or time.monotonic()
+        if not may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
+            return int(KVPoll.Transferring)
+        self._fail(reason)
         return int(KVPoll.Failed)
 
     def _refuse(self, reason: str) -> None:

@@ -22,12 +22,17 @@ from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
-from kvferry.engines.sglang.transfers import POLLS, give_up, in_use, page_numbers, state_pages, whole_pages
+from kvferry.engines.sglang.transfers import (
+    POLLS,
+    give_up,
+    in_use,
+    may_report_failure,
+    page_numbers,
+    state_pages,
+    whole_pages,
+)
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
-
-_OTHERS_HEAR_S = 0.05
-"""By when the other ranks of a group have heard of a failure, too."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,6 +98,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         super().__init__(mgr, bootstrap_addr, number, req_has_disagg_prefill_dp_rank)
         self.transfer: Sender | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state
+        self._failed_at: float | None = None
         # Guards what leaves, and in which order: the scheduler hands pages in, and a thread that waits for the device.
         self._lock = threading.Lock()
         self._early: deque[_Chunk] = deque()  # what the device may still write
@@ -357,11 +363,9 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         if self.bootstrap_room not in self.kv_mgr.request_status:
             return
         if transfer.state is TransferState.FAILED:
-            # Ranks hear of a failure milliseconds apart, and the client is told what the first rank knows of it when
-            # one of them reports it: so each has its reason ready at once, and reports it when the others have theirs.
-            self.kv_mgr.record_failure(self.bootstrap_room, str(transfer.error))
-            ended_at = transfer.stats.ended_at
-            if self.kv_mgr.attn_tp_size > 1 and ended_at is not None and time.monotonic() < ended_at + _OTHERS_HEAR_S:
+            self.kv_mgr.record_failure(self.bootstrap_room, str(transfer.error))  # ready for whoever reports it first
+            self._failed_at = self._failed_at or time.monotonic()
+            if not may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
                 return
         self._seen = transfer.state
         self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -37,6 +38,8 @@ POLLS: Mapping[TransferState, int] = {
 }
 """What SGLang calls the states of a transfer."""
 
+_OTHERS_HEAR_S = 0.2
+"""By when the other ranks of a group have heard of a failure, too; machines with fewer cores than ranks included."""
 
 _WITH_KEYS = ("dsa", "block_scale", "qsa_compressed", "minimax_index_k", "minimax_dense_kv")
 """What lies in pages with the numbers of keys and values, by the values of SGLang's StateType; 0.5.22 has not all."""
@@ -174,3 +177,15 @@ def give_up(transfer: Sender | Receiver | JointReceiver | None, reason: str) -> 
     """Aborts a transfer that was begun and has not ended."""
     if transfer is not None and not transfer.state.is_final:
         transfer.abort(reason)
+
+
+def may_report_failure(ranks: int, heard_at: float) -> bool:
+    """Whether a rank that has heard of a failure may say so, since the others of its group know why by now.
+
+    They hear of it at different times, and the client is told what the first rank knows when any of them reports it.
+
+    Args:
+        ranks: how many there are in the group.
+        heard_at: when the rank heard of it.
+    """
+    return ranks == 1 or time.monotonic() >= heard_at + _OTHERS_HEAR_S
