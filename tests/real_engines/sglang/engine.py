@@ -188,6 +188,7 @@ def _run(pipe: Connection, shape: Shape) -> None:
 @contextmanager
 def _forking() -> Iterator[None]:
     """Lets SGLang fork its processes, which it would spawn."""
+    assert "libucm" not in Path("/proc/self/maps").read_text(), "with UCX some forked processes wait for ever"
     multiprocessing.set_start_method("fork", force=True)
     with patch.object(multiprocessing, "set_start_method"):
         yield

@@ -1,6 +1,9 @@
 """What a fork server imports once for all of its processes.
 
-Imports only: no engine, no plug-in and no thread may exist in a process that forks.
+Imports only: no engine, no plug-in and no thread may exist in a process that forks; nor UCX, which locks around the
+system's memory calls: a process has that lock for good that was forked while a thread of its parent's was in one, as
+SGLang's controllers fork theirs, and then waits for ever where NIXL's backend is made (a quarter of those forked beside
+two threads that do nothing else).
 """
 
 import os
@@ -16,5 +19,4 @@ import sglang.srt.managers.disagg_service
 import sglang.srt.managers.scheduler
 import sglang.srt.models.llama  # noqa: F401
 import tests.real_engines.sglang.changed
-import tests.real_engines.sglang.processes
-import tests.support.nixl_preload  # noqa: F401
+import tests.real_engines.sglang.processes  # noqa: F401

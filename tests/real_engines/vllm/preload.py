@@ -1,6 +1,6 @@
 """Imports what every engine imports: a dozen seconds that a fork server then spends once for all of them.
 
-Imports only: no engine and no thread may exist in a process that forks.
+Imports only: no engine and no thread may exist in a process that forks, nor UCX (SGLang's says why).
 """
 
 import os
@@ -9,7 +9,6 @@ from tests.real_engines.vllm.engine import ENVIRONMENT
 
 os.environ.update(ENVIRONMENT)  # some of it is read when modules are imported
 
-import tests.support.nixl_preload  # noqa: F401
 import vllm  # noqa: F401
 from vllm.model_executor.models import gemma3, qwen3  # noqa: F401
 from vllm.v1.engine import core, llm_engine  # noqa: F401
