@@ -415,7 +415,9 @@ def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair, 
     request.ask()
     wait(request.sent, KVPoll.WaitingForInput)
     polls, ranks = (request.sent, request.senders) if side == "prefill" else (request.received, request.receivers)
-    ranks[1].transfer.abort("rank 1 hears of it first")
+    transfer = ranks[1].transfer
+    assert transfer is not None
+    transfer.abort("rank 1 hears of it first")
     deadline = time.monotonic() + WAIT_S
     while min(polls()) != KVPoll.Failed:
         assert time.monotonic() < deadline
