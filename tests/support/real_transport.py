@@ -13,7 +13,7 @@ from kvferry.transport.chosen import transport_class
 
 REAL = transport_class(Settings().transport)
 
-PRELOADED = [f"tests.support.{REAL.name}_preload"] if REAL.name == "nixl" else []
+PRELOADED = ["tests.support.nixl_preload"] if REAL.name == "nixl" else []
 """Modules that a fork server imports, so that its processes have the transport's library from the start."""
 
 

@@ -1,9 +1,7 @@
 """What a fork server imports once for all of its processes.
 
-Imports only: no engine, no plug-in and no thread may exist in a process that forks; nor UCX, which locks around the
-system's memory calls: a process has that lock for good that was forked while a thread of its parent's was in one, as
-SGLang's controllers fork theirs, and then waits for ever where NIXL's backend is made (a quarter of those forked beside
-two threads that do nothing else).
+Imports only: no engine, no plug-in and no thread may exist in a process that forks; nor UCX, since SGLang's controllers
+fork beside threads of theirs (`tests/support/nixl_preload.py`).
 """
 
 import os

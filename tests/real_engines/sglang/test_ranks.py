@@ -427,6 +427,26 @@ def test_when_the_first_rank_reports_a_failure_every_rank_knows_why(pair: Pair, 
     assert_reusable(pair, request)
 
 
+def test_a_rank_whose_pages_may_still_be_written_to_has_its_reason_ready(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """Without SGLang's deferred release it says nothing until they are free, and the other ranks do not wait for it."""
+    pair.begin(Model(), decode_tp=2)
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    first, second = (receiver.transfer for receiver in request.receivers)
+    monkeypatch.setattr(type(first), "pages_reusable", property(lambda transfer: transfer is not first))
+    for manager in pair.decode.managers:
+        monkeypatch.setattr(manager, "enable_deferred_decode_kv_release", False)
+    assert second is not None
+    second.abort("rank 1 hears of it first")
+    deadline = time.monotonic() + WAIT_S
+    while request.received()[1] != KVPoll.Failed:
+        assert time.monotonic() < deadline
+    assert request.received()[0] == KVPoll.Transferring
+    with pytest.raises(KVTransferError, match="rank 1 hears of it first"):
+        request.receivers[0].failure_exception()
+
+
 def test_an_abort_on_the_decode_side_fails_both(pair: Pair):
     pair.begin(Model(), decode_tp=2)
     request = Request(pair, 1)

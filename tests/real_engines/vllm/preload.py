@@ -1,6 +1,6 @@
 """Imports what every engine imports: a dozen seconds that a fork server then spends once for all of them.
 
-Imports only: no engine and no thread may exist in a process that forks, nor UCX (SGLang's says why).
+Imports only: no engine and no thread may exist in a process that forks, nor UCX (`tests/support/nixl_preload.py`).
 """
 
 import os

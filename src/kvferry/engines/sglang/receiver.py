@@ -301,11 +301,11 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         return int(POLLS[state])
 
     def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
-        if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
-            return int(KVPoll.Transferring)  # SGLang would take the pages back at once
         reason = f"the prefill server at {self.bootstrap_addr}: {transfer.error}"
         self.kv_mgr.record_failure(self.bootstrap_room, reason)  # ready for whoever reports it first
         self._failed_at = self._failed_at or time.monotonic()
+        if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
+            return int(KVPoll.Transferring)  # SGLang would take the pages back at once
         if not may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
             return int(KVPoll.Transferring)
         self._fail(reason)

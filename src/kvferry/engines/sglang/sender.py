@@ -365,7 +365,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         if transfer.state is TransferState.FAILED:
             self.kv_mgr.record_failure(self.bootstrap_room, str(transfer.error))  # ready for whoever reports it first
             self._failed_at = self._failed_at or time.monotonic()
-            if not may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
+            if not may_report_failure(self.kv_mgr.attn_tp_size * self.kv_mgr.attn_cp_size, self._failed_at):
                 return
         self._seen = transfer.state
         self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])
