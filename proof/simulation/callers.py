@@ -91,7 +91,7 @@ class Callers:
             return
         if not all(process.is_alive for process in (*prefill.ranks, *decode.ranks)):
             return
-        if any(self._was_sent_elsewhere(room, rank, decode) for rank in prefill.ranks):
+        if any(self._stands_for_another(room, rank, decode) for rank in prefill.ranks):
             return  # nor for another decode engine soon after it was sent to one: likewise
         request = new_request(number, room, prefill.ranks, decode.ranks, self._world.circumstances.layers, draw)
         self._world.add(request)
@@ -126,11 +126,15 @@ class Callers:
         if self._queues.random() < self._world.circumstances.odds.get("queue", 0.0):
             self._queue(request)
 
-    def _was_sent_elsewhere(self, room: int, process: Process, decode: Engine) -> bool:
-        """Whether a prefill rank would refuse a number to a decode engine since it has just sent it to another."""
+    def _stands_for_another(self, room: int, process: Process, decode: Engine) -> bool:
+        """Whether a prefill rank takes a number for an earlier use, of which its predecessor may have been a part.
+
+        It keeps a refusal of that, or has just sent it to another decode engine.
+        """
         assert isinstance(process.endpoint, PrefillEndpoint)
         table = probe(process.endpoint).table
-        return any(table.sent_elsewhere(room, rank.endpoint.transport.endpoint_name) for rank in decode.ranks)
+        names = [rank.endpoint.transport.endpoint_name for rank in decode.ranks]
+        return table.holds(room) or any(table.sent_elsewhere(room, name) for name in names)
 
     def _queue(self, request: Request) -> None:
         """Has a request wait on the decode side for longer than the prefill side would wait for it."""
