@@ -134,6 +134,7 @@ def sending_rooms(answers: Answers) -> SendingRooms:
     attachment = SimpleNamespace(elected=lambda room, group_rank: (), layout=LAYOUT, rank=RANK)
     ranks: Any = SimpleNamespace(attachment=lambda name: attachment, given_up=lambda name: None, rank=lambda name: RANK)
     context: Any = SimpleNamespace(
+        staging=SimpleNamespace(joined_pages=1),
         identity=SimpleNamespace(engine="p", layout=LAYOUT, coordinates=Shape().coordinates()[0], endpoint="p0"),
         settings=SETTINGS,
         now=lambda: 0.0,

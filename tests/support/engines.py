@@ -26,6 +26,7 @@ from kvferry import (
 )
 from kvferry.pools.places import Pages, TakenPages, first_needed, positions_of
 from kvferry.testing import FaultyTransport, KnownContents, LocalNetwork, Pool
+from kvferry.testing.probe import probe
 
 WAIT_S = PATIENCE_S
 """How long a test waits for what should take milliseconds."""
@@ -346,11 +347,22 @@ class Requests:
         request = self.new(room, pages, prefix_pages=prefix_pages)
         self.open_decode(request)
         self.open_prefill(request)
-        for start, stop in itertools.pairwise([0, *cuts, pages]):
+        for count, (start, stop) in enumerate(itertools.pairwise([0, *cuts, pages])):
+            self.let_leave(request, count)
             self.submit(request, start, stop, last=stop == pages, aux=aux)
         request.wait()
         self.check(request)
         return request
+
+    def let_leave(self, request: Request, count: int) -> None:
+        """Waits until so many chunks have left: the next one would leave together with those that have not."""
+
+        def have_left(endpoint: PrefillEndpoint) -> bool:
+            room = probe(endpoint).table.rooms.get(request.room)
+            return room is None or (room.chunks == count and room.machine.waiting_chunks == 0)
+
+        if count:
+            eventually("chunks have left", lambda: all(have_left(endpoint) for _, endpoint in self._sources))
 
     def run_tokens(
         self,
@@ -368,7 +380,8 @@ class Requests:
         request = self.request(room, tokens, prefix_tokens=prefix_tokens)
         self.open_decode(request, says_tokens=says_tokens)
         self.open_prefill(request)
-        for stop in [*(cut for cut in cuts if cut < tokens), tokens]:
+        for count, stop in enumerate([*(cut for cut in cuts if cut < tokens), tokens]):
+            self.let_leave(request, count)
             self.advance(request, stop, skips_windows=skips_windows)
         request.wait()
         self.check_every_byte(request, absent=absent)

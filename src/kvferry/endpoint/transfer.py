@@ -196,7 +196,8 @@ class Sender(Transfer):
         The pages must keep their contents until `pages_reusable`. Chunks may be handed in before the decode side asks
         for them; pages that it already holds are not sent. A room that has already failed accepts chunks and drops
         them: look at `state`. Page numbers are not checked in the caller's time: one that the pool does not have, or
-        that appears twice in a chunk, fails the room with a PageError. A worker takes the chunk within a millisecond.
+        that appears twice in a chunk, fails the room with a PageError. A worker takes the chunk within a millisecond;
+        chunks that wait leave in one write, as large as a sub-chunk at most.
         An exception that interrupts the call, such as Ctrl-C's, aborts the room: nobody knows what it has taken.
 
         Args:

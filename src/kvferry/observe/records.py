@@ -78,7 +78,7 @@ class PartRecord:
 
 @dataclass(frozen=True, slots=True)
 class WriteRecord:
-    """One chunk's write to one receiver.
+    """One write to one receiver, of a chunk or of several that left together.
 
     Attributes:
         receiver: the decode rank's endpoint.
@@ -86,7 +86,7 @@ class WriteRecord:
         why: the reason for that path, in words.
         total_bytes: bytes that moved.
         descriptors: descriptors after neighbours were merged; through staging memory, bulk writes.
-        submitted_at: when the caller handed the chunk in; for chunks that came before the receivers, when those did.
+        submitted_at: when the caller handed its first chunk in; for one that came before the receivers, when those did.
         posted_at: when the transport was given the write.
         done_at: when the transport was through with it.
         transport_post_s: how long posting took, by the transport's own account.
@@ -183,7 +183,7 @@ class ReceiverStats:
         opened_at: when the caller opened the room.
         first_arrival_at: when the first chunk had arrived; None before.
         ended_at: when the room ended; None before.
-        chunks: chunks that arrived, over all writers.
+        chunks: writes that arrived, over all writers.
         placed: what was put into pages, or verified; empty until the room has ended.
         absent: components that this rank has and the prefill engine has not: nothing of them came.
     """

@@ -434,8 +434,9 @@ def test_a_write_asks_for_as_many_bytes_as_it_moves(pair: Callable[..., Requests
     request = requests.new(1, 5)
     requests.open_decode(request)
     requests.open_prefill(request)
-    for start, stop in ((0, 1), (1, 5)):
-        requests.submit(request, start, stop, last=stop == 5)
+    requests.submit(request, 0, 1, last=False)
+    requests.let_leave(request, 1)
+    requests.submit(request, 1, 5)
     request.wait()
     moved = [write.total_bytes for sender in request.senders for write in sender.stats.writes]
     assert sorted(asked) == sorted(moved) == [PAGE_BYTES // 2] * 2 + [4 * PAGE_BYTES // 2] * 2

@@ -38,6 +38,8 @@ def wait_for(event: threading.Event) -> None:
 
 
 SMALL = Model(layers=1, heads=2, head_dim=4, page_tokens=2)
+APART_MIB = 64 / 2**20
+"""A sub-chunk so small that no two of its pages leave in one write."""
 
 
 def test_thousands_of_rooms_at_once(pair: Callable[..., Requests], tier: Tier):
@@ -155,7 +157,7 @@ def test_several_threads_may_submit_to_one_room(pair: Callable[..., Requests], m
 
 
 def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
-    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=4, queues=2)
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=4, queues=2, staging_chunk_mib=APART_MIB)
     request = requests.new(1, 200)
     requests.open_decode(request)
     requests.open_prefill(request)
@@ -164,6 +166,7 @@ def test_chunks_of_a_room_are_posted_in_order(pair: Callable[..., Requests]):
     request.wait()
     requests.check(request)
     posted = [write.posted_at for write in sorted(request.senders[0].stats.writes, key=lambda each: each.submitted_at)]
+    assert len(posted) == 200
     assert posted == sorted(posted)
 
 
@@ -178,7 +181,7 @@ def test_any_number_of_workers_and_queues(pair: Callable[..., Requests], workers
 
 def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[..., Requests]):
     """A room takes one event a turn: of 200 chunks that are there already, the small room waits for a few."""
-    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1)
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1, staging_chunk_mib=APART_MIB)
     transport = requests.prefill.transports[0]
     large, small = requests.new(1, 200), requests.new(2, 1)
     for request in (large, small):
@@ -194,13 +197,14 @@ def test_a_small_request_does_not_wait_for_all_of_a_large_one(pair: Callable[...
     small.wait()
     large.wait()
     (write,) = small.senders[0].stats.writes
-    before = sum(each.posted_at < write.posted_at for each in large.senders[0].stats.writes)
-    assert before < 10
+    others = large.senders[0].stats.writes
+    assert len(others) == 200
+    assert sum(each.posted_at < write.posted_at for each in others) < 10
 
 
 def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_was_opened(pair: Callable[..., Requests]):
     """Nor while the chunks leave that were handed in before the decode rank came."""
-    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1)
+    requests = pair(SMALL, Shape(pages=256), Shape(pages=256), workers=1, staging_chunk_mib=APART_MIB)
     transport = requests.prefill.transports[0]
     large, small = requests.new(1, 200), requests.new(2, 1)
     requests.open_prefill(large)
@@ -225,8 +229,9 @@ def test_a_small_request_does_not_wait_for_all_that_a_large_one_kept_until_it_wa
     large.wait()
     requests.check(large)
     (write,) = small.senders[0].stats.writes
-    before = sum(each.posted_at < write.posted_at for each in large.senders[0].stats.writes)
-    assert before < 10
+    others = large.senders[0].stats.writes
+    assert len(others) == 200
+    assert sum(each.posted_at < write.posted_at for each in others) < 10
 
 
 def kept(requests: Requests, room: int) -> int:

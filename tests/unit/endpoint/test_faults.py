@@ -175,6 +175,7 @@ def test_a_room_waits_for_none_of_its_writes_before_the_next(pair: Callable[...,
     requests.open_prefill(request)
     transport.held = True
     for start in range(6):
+        requests.let_leave(request, start)
         requests.submit(request, start, start + 1, last=start == 5)
     eventually("all of them are on their way together", lambda: transport.in_flight == 6)
     assert request.receivers[0].stats.chunks == 0

@@ -211,11 +211,10 @@ def test_state_travels_with_the_chunk_that_hands_it_in(pair: Callable[..., Reque
     request = requests.request(1, 16)
     requests.open_decode(request, says_tokens=True)
     requests.open_prefill(request)
-    for sender, own in zip(request.senders, request.source, strict=True):
-        sender.submit({"kv": own["kv"]})
-        sender.submit({"window-9": own["window-9"]})
-        sender.submit({"state": own["state"]})
-        sender.submit({}, last=True)
+    for count, group in enumerate(("kv", "window-9", "state")):
+        requests.let_leave(request, count)
+        for sender, own in zip(request.senders, request.source, strict=True):
+            sender.submit({group: own[group]}, last=group == "state")
     request.wait()
     requests.check_every_byte(request)
     assert [len(sender.stats.writes) for sender in request.senders] == [3, 3]

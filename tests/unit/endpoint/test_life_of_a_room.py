@@ -610,6 +610,7 @@ def test_the_account_of_a_room_adds_up(pair: Callable[..., Requests]):
     requests.open_prefill(request)
     eventually("the room is open", lambda: request.senders[0].state is S.WAITING_FOR_INPUT)
     requests.submit(request, 0, 2, last=False)
+    eventually("the first has arrived", lambda: request.receivers[0].stats.chunks == 1)
     requests.submit(request, 2, 6)
     request.wait()
     sent, received = request.senders[0].stats, request.receivers[0].stats

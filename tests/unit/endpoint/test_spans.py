@@ -48,6 +48,7 @@ def test_both_sides_are_one_trace(pair: Callable[..., Requests], spans: tuple[Tr
     with tracer.start_as_current_span("prefill's request") as other:
         requests.open_prefill(request)
     requests.submit(request, 0, 2, last=False)
+    requests.let_leave(request, 1)
     requests.submit(request, 2, 6)
     request.wait()
     eventually("all have ended", lambda: len(kept.get_finished_spans()) == 6)

@@ -1,18 +1,29 @@
-"""Ranges of layers that become one chunk: all that was handed in is in it, and nothing else."""
+"""Ranges of layers, and pages that follow each other, that become one chunk: all of it, and nothing else."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 from tests.support.caches import Model, Shape, pool
 
-from kvferry import RankCoordinates
+from kvferry import GroupPages, RankCoordinates
 from kvferry.layout import Interval
-from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, components_by_group, joined
+from kvferry.plan.requests.chunks import (
+    Chunk,
+    ChunkPart,
+    ChunkSequence,
+    HandedIn,
+    components_by_group,
+    joined,
+    take_together,
+)
 
 LAYERS = 6
 LAYOUTS = [
@@ -164,3 +175,61 @@ def test_what_a_request_has_once_joins_its_last_layers():
     assert together is not None
     assert together.completes
     assert contents([together], components) == contents([first, second], components)
+
+
+# ---- pages that follow each other ------------------------------------------------------------------------------------
+
+
+def all_together(chunks: list[Chunk], most_pages: int) -> list[Chunk]:
+    waiting, made = deque(chunks), list[Chunk]()
+    while waiting:
+        made.append(take_together(waiting, most_pages))
+    return made
+
+
+def pages_of(chunks: list[Chunk]) -> dict[str, list[tuple[int, int]]]:
+    """By group: positions and page numbers, in order."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    for chunk in chunks:
+        for part in chunk.parts:
+            found.setdefault(part.group, []).extend(enumerate(part.pages.tolist(), start=part.start))
+    return found
+
+
+@given(some.lists(some.tuples(some.integers(0, 3), some.integers(0, 3), some.integers(0, 2)), min_size=1, max_size=6))
+def test_chunks_are_joined_as_far_as_their_pages_follow_each_other(given: list[tuple[int, int, int]]):
+    """Of each chunk: how many pages of either group it has, and how many of a window are left out before it."""
+    layout = LAYOUTS[1]
+    sequence, chunks, position, leaves_out = ChunkSequence(1, layout.groups, layout.shards), list[Chunk](), 0, False
+    for number, (of_all, of_window, skipped) in enumerate(given):
+        leaves_out |= number > 0 and skipped > 0 and of_window > 0
+        position += skipped if of_window else 0
+        windows = GroupPages(list(range(100, 100 + of_window)), start=position if of_window else None)
+        pages = {"kv": GroupPages(list(range(10 * number, 10 * number + of_all))), "window-8": windows}
+        is_last = number == len(given) - 1
+        position += of_window
+        chunks.append(sequence.hand_in(pages, start=None, is_last=is_last, aux=b"t" * is_last, now=0.0).chunk())
+    for most_pages in (1, 4, 100):
+        made = all_together(chunks, most_pages)
+        assert pages_of(made) == pages_of(chunks)
+        assert (made[-1].is_last, made[-1].aux, made[0].number) == (True, b"t", 0)
+        assert all(chunk.num_pages <= most_pages or chunk in chunks for chunk in made)
+    assert (len(made) > 1) == leaves_out
+
+
+def one(start: int, page: int, **other: Any) -> Chunk:
+    return Chunk(number=start, parts=(ChunkPart("kv", start, np.array([page])),), is_last=False, **other)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (one(0, 7), one(2, 8)),
+        (one(0, 7), one(1, 8, token_part=1)),
+        (one(0, 7), one(1, 8, layers={"k": Interval(0, LAYERS)})),
+        (one(0, 7, layers={"k": Interval(0, LAYERS)}), one(1, 8)),
+    ],
+    ids=["a gap", "of another part of the tokens", "some layers behind all", "some layers before all"],
+)
+def test_chunks_that_do_not_go_on_where_the_first_ends_stay_apart(first: Chunk, second: Chunk):
+    assert all_together([first, second], 100) == [first, second]

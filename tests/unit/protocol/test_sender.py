@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -117,6 +118,11 @@ def chunk(*pages: int, start: int = 0, is_last: bool = False, aux: bytes | None 
     return ChunkSubmitted(Chunk(number=0, parts=(part,), is_last=is_last, aux=aux))
 
 
+def followed(event: ChunkSubmitted) -> ChunkSubmitted:
+    """The same of a chunk behind which another one waits."""
+    return replace(event, is_followed=True)
+
+
 def aborted(receiver: str, generation: int, reason: str) -> ReceiverMessage:
     return ReceiverMessage(receiver, AbortRoom(room=7, generation=generation, reason=reason))
 
@@ -186,13 +192,74 @@ def test_chunks_handed_in_before_a_receiver_opens_are_written_once_it_does():
 def test_a_chunk_handed_in_while_earlier_ones_wait_for_a_turn_waits_behind_them():
     sender = machine()
     run(sender, chunk(1), chunk(2, start=1), opened())
-    assert run(sender, chunk(3, start=2, is_last=True)) == []
-    assert sender.waiting_chunks == 2
-    assert run(sender, WriteDone("d0", 0)) == [], "nothing is on its way, but it is not complete"
-    *made, turn = run(sender, TurnCame())
-    assert (writes(made), turn) == ([("d0", 1, [2], [11])], AwaitTurn())
+    assert writes(run(sender, chunk(3, start=2, is_last=True))) == [("d0", 1, [2], [11])], "its turn is the next one's"
+    assert sender.waiting_chunks == 1
+    assert run(sender, WriteDone("d0", 0)) == [], "it is not complete"
     assert writes(run(sender, TurnCame())) == [("d0", 2, [3], [12])]
     assert sender.waiting_chunks == 0
+
+
+def test_chunks_that_wait_leave_in_one_write_up_to_so_many_pages():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=3)
+    run(sender, chunk(1), chunk(2, start=1), chunk(3, start=2), chunk(4, start=3), chunk(5, 6, start=4, is_last=True))
+    *made, turn = run(sender, opened(pages=(11, 12, 13, 14, 15, 16)))
+    assert (writes(made), turn) == ([("d0", 0, [1, 2, 3], [11, 12, 13])], AwaitTurn())
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [4, 5, 6], [14, 15, 16])]
+    run(sender, WriteDone("d0", 1))
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 2, b"")]
+
+
+def test_a_chunk_that_is_followed_waits_for_those_behind_it_and_for_no_more():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=3)
+    run(sender, opened(pages=(11, 12, 13, 14, 15, 16)))
+    assert run(sender, followed(chunk(1))) == [AwaitTurn()]
+    assert writes(run(sender, chunk(2, start=1))) == [("d0", 0, [1, 2], [11, 12])], "nothing follows"
+    assert run(sender, TurnCame()) == []
+    assert run(sender, followed(chunk(3, start=2))) == [AwaitTurn()]
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [3], [13])], "what follows had not come by then"
+    assert writes(run(sender, followed(chunk(4, 5, 6, start=3, is_last=True)))) == [("d0", 2, [4, 5, 6], [14, 15, 16])]
+
+
+def test_chunks_that_are_enough_for_a_write_wait_for_no_turn():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=2)
+    run(sender, opened(pages=(11, 12, 13, 14)), followed(chunk(1)))
+    assert writes(run(sender, followed(chunk(2, start=1)))) == [("d0", 0, [1, 2], [11, 12])]
+    assert run(sender, followed(chunk(3, start=2))) == [], "the turn that is awaited is still to come"
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [3], [13])]
+
+
+def test_a_chunk_waits_for_none_behind_it_that_cannot_leave_with_it():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=8)
+    run(sender, opened(pages=(11, 12, 13, 14, 15)))
+    for each in (followed(chunk(1)), followed(chunk(2, start=1))):
+        run(sender, each)
+    other = chunk_of(ChunkPart("kv", 2, np.array([3])), ChunkPart("state", 0, np.array([1])))
+    assert writes(run(sender, followed(other))) == [("d0", 0, [1, 2], [11, 12])]
+    assert writes(run(sender, TurnCame())) == [("d0", 1, [3], [13])]
+
+
+def test_a_chunk_that_waits_for_those_behind_it_begins_the_time_for_the_next_one_anew():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=2)
+    run(sender, opened())
+    just_before = sender.deadline
+    assert just_before is not None
+    run(sender, followed(chunk(1)), now=just_before)
+    assert run(sender, Tick(), now=just_before + 0.1) == []
+    assert sender.state is WAITING
+
+
+def test_the_aux_data_of_the_last_of_the_chunks_that_leave_together_is_sent():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=3)
+    run(sender, chunk(1), chunk(2, 3, start=1, is_last=True, aux=b"token"), opened())
+    assert run(sender, WriteDone("d0", 0)) == [SendFinish("d0", 1, 1, b"token")]
+
+
+def test_a_wrong_page_among_chunks_that_wait_fails_the_room():
+    sender = SenderMachine(7, rank=3, deadlines=DEADLINES, now=0.0, joined_pages=8)
+    run(sender, opened(), followed(chunk(1)))
+    run(sender, followed(chunk(-2, start=1)))
+    assert isinstance(sender.error, PageError)
+    assert run(sender, TurnCame()) == []
 
 
 def test_chunks_that_wait_for_a_turn_are_dropped_with_the_room():

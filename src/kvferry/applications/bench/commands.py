@@ -148,7 +148,7 @@ class Sent(_Message, frozen=True):
         interpreter_s: of that, what the interpreter's threads have taken; None where nobody says.
         sent_bytes: for every transfer, how many went to each receiver.
         descriptors: of every transfer.
-        writes: of every transfer, chunks to receivers.
+        writes: of every transfer, to all receivers; one may carry several chunks.
         ways: how the bytes went.
     """
 

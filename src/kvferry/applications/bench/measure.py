@@ -47,7 +47,7 @@ class Run:
         cpu_s: of all ranks' processes.
         interpreter_s: of that, what the interpreters' threads have taken; None where nobody says.
         descriptors: of every transfer, over all ranks.
-        writes: of every transfer, over all ranks: of each chunk to each receiver one.
+        writes: of every transfer, over all ranks; one may carry several chunks.
         ways: how the bytes travelled.
     """
 

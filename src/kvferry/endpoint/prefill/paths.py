@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.errors import IncompatiblePeerError, SettingsError, TransportError, TransportUnavailableError
-from kvferry.layout import RankLayout, Region
+from kvferry.layout import Entry, RankLayout, Region
 from kvferry.loggers import logger_of
 from kvferry.plan import Choice, ElectedRoute, PairPlan, PathCosts, TransferPath, Unit, choose
 from kvferry.plan.packing import SEGMENT_ALIGNMENT, aligned
@@ -94,6 +94,7 @@ class SendingStaging:
     Attributes:
         source_memories: staging memory of every worker that gathers; none if there are no staged writes.
         taken_bytes: how much memory was taken.
+        joined_pages: how many pages chunks that wait may have together, to leave in one write.
     """
 
     def __init__(self, settings: Settings, layout: RankLayout, transport: Transport, platform: Platform) -> None:
@@ -113,6 +114,9 @@ class SendingStaging:
         self._most_bytes = settings.of(StagingSettings).most_bytes
         # A multiple of what segments are aligned to, since slots follow each other.
         self._chunk_bytes = aligned(self._sizes.chunk_bytes - SEGMENT_ALIGNMENT + 1)
+        # Of those that may be on their way directly a quarter, so that several writes are.
+        directly = min(settings.direct_mib, settings.direct_receiver_mib) * 2**20 / 4
+        self.joined_pages = _pages_in(min(self._chunk_bytes, int(directly)), layout)
         # Guards the count below, since workers that gather take more memory when they need it, and the digest memory.
         self._lock = threading.Lock()
         self.taken_bytes = 0
@@ -263,3 +267,12 @@ class SendingStaging:
             )
         chunk_bytes = min(self._chunk_bytes, ring.num_bytes)
         return StagedPath(peer, self._kernels, costs, chunk_bytes)
+
+
+def _pages_in(num_bytes: int, layout: RankLayout) -> int:
+    """Returns how many pages fit into memory, of the group that has the largest."""
+    of_groups: dict[str, int] = {}
+    for shard in layout.shards:
+        if shard.component.entry is not Entry.REQUEST:
+            of_groups[shard.group] = of_groups.get(shard.group, 0) + shard.bytes_per_page
+    return num_bytes // max([1, *of_groups.values()])

@@ -83,7 +83,7 @@ class ReceiverWrites:
         """Begins a write: it is posted when there is memory for it, or when it is admitted.
 
         Args:
-            submitted_at: when its chunk was handed in, and all receivers had opened the room.
+            submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
         """
         target, attachment = self._target, self._target.attachment
         if not attachment.begin_write():
@@ -326,8 +326,13 @@ class RoomActor(Actor):
             if part.stop > self._next_pages.get(part.group, 0):  # else they come again, with other layers
                 self._next_pages[part.group] = part.stop
                 self._pages += len(part.pages)
-        self.apply(ChunkSubmitted(chunk), worker)
+        self.apply(ChunkSubmitted(chunk, is_followed=self._has_next and chunk.layers is None), worker)
         self.chunks += ready.count
+
+    @property
+    def _has_next(self) -> bool:
+        """Whether the next chunk is there, too; it may have to wait for a signal."""
+        return self._unread.has_ready or (bool(self.events) and isinstance(self.events[0], HandedIn))
 
     def _take_unread(self, worker: Worker) -> None:
         """Takes what may be read and need not wait for more layers; then awaits the next signal."""

@@ -97,7 +97,7 @@ class RoomWrite:
         command: what is to be written.
         target: the receiver.
         choice: its path, and why.
-        submitted_at: when its chunk was handed in, and all receivers had opened the room.
+        submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
         num_bytes: of the cache that it moves.
         parts: those that are through.
     """

@@ -124,6 +124,7 @@ class SendingRooms:
             now=self._now(),
             tokens=tokens,
             depends_on=checked_conditions(depends_on, where=f"room {room}"),
+            joined_pages=self._context.staging.joined_pages,
         )
         return RoomActor(machine, self._workers, self._context, self)
 

@@ -57,6 +57,11 @@ class UnreadChunks:
         return bool(self._ready or self._unready)
 
     @property
+    def has_ready(self) -> bool:
+        """Whether there is any of which the pages may be read."""
+        return bool(self._ready)
+
+    @property
     def unready(self) -> HandedIn | None:
         """The first chunk whose pages are still being written. May be read from any thread."""
         return next(iter(list(self._unready)), None)

@@ -2,7 +2,7 @@
 
 Rooms and peers are actors: each handles its events one at a time, on whichever worker is free. What an actor owns needs
 no lock, because no two workers ever run it at once. It takes one event per turn and then queues again, so that a
-request of many chunks delays another by a chunk at most.
+request of many chunks delays another by a write at most.
 """
 
 from __future__ import annotations

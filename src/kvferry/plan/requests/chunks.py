@@ -3,11 +3,13 @@
 A chunk may be handed in layer by layer, in ranges, as a model computes them: the same pages again and again, each time
 for other layers, in any order. Pages count as handed in once all layers of their group are; the next pages come then.
 "Layer" stands for an index of a component's first axis, whatever that is. Chunks of the same pages whose layers follow
-each other are joined, so that they leave in one write.
+each other are joined, so that they leave in one write. So are chunks that wait for a turn, if their pages follow each
+other.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -177,6 +179,11 @@ class Chunk(msgspec.Struct, frozen=True, eq=False, gc=False):
     aux: bytes | None = None
     layers: Mapping[str, Interval] | None = None
     token_part: int | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages it has, of all groups."""
+        return sum(len(part.pages) for part in self.parts)
 
 
 class HandedIn(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -432,6 +439,43 @@ def joined(first: HandedIn, second: HandedIn, components: Mapping[str, frozenset
         submitted_at=first.submitted_at,
         layers=layers,
     )
+
+
+def goes_on(chunk: Chunk, previous: Chunk) -> bool:
+    """Whether a chunk has pages of the same groups as the one before it, and begins in each where that ends.
+
+    Both are of all layers, and of the same token part.
+    """
+    is_alike = chunk.layers is None and previous.layers is None and chunk.token_part == previous.token_part
+    return (
+        is_alike
+        and len(chunk.parts) == len(previous.parts)
+        and all(
+            part.group == before.group and part.start == before.stop
+            for part, before in zip(chunk.parts, previous.parts, strict=True)
+        )
+    )
+
+
+def take_together(waiting: deque[Chunk], most_pages: int) -> Chunk:
+    """Takes out the first of some chunks and, as one with it, those behind it that go on where it ends.
+
+    Args:
+        waiting: chunks of one request, in order; at least one.
+        most_pages: how many pages they may have together; the first is taken in any case, and keeps its number.
+    """
+    taken = [waiting.popleft()]
+    num_pages = taken[0].num_pages
+    while waiting and num_pages + waiting[0].num_pages <= most_pages and goes_on(waiting[0], taken[-1]):
+        num_pages += waiting[0].num_pages
+        taken.append(waiting.popleft())
+    if len(taken) == 1:
+        return taken[0]
+    parts = tuple(
+        structs.replace(of[0], pages=np.concatenate([part.pages for part in of]))
+        for of in zip(*(chunk.parts for chunk in taken), strict=True)
+    )
+    return structs.replace(taken[-1], number=taken[0].number, parts=parts)
 
 
 def _union(first: Interval, second: Interval) -> Interval | None:

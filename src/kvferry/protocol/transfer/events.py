@@ -72,9 +72,15 @@ class RoomExpected:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkSubmitted:
-    """The caller handed in the next chunk."""
+    """The caller handed in the next chunk.
+
+    Attributes:
+        chunk: the chunk.
+        is_followed: whether the next one is there already.
+    """
 
     chunk: Chunk
+    is_followed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +190,7 @@ class Write:
     Before that, it may be deferred (WriteDeferred), and dropped as long as it is (if the room fails).
 
     Attributes:
-        chunk: the number of the submitted chunk.
+        chunk: the number of the submitted chunk, the first of those that leave together.
         sequence: the number of the write among those to this receiver.
         unit: what is moved together.
         moves: what to write, route by route.

@@ -21,7 +21,7 @@ from kvferry.errors import (
     caused,
 )
 from kvferry.plan.fingerprint import why_different
-from kvferry.plan.requests.chunks import Chunk, why_impossible
+from kvferry.plan.requests.chunks import Chunk, goes_on, take_together, why_impossible
 from kvferry.plan.requests.moves import check_chunk, moves_of
 from kvferry.protocol.transfer.events import (
     AbortRequested,
@@ -69,6 +69,7 @@ class SenderMachine:
         now: float,
         tokens: int | None = None,
         depends_on: Mapping[str, bytes] | None = None,
+        joined_pages: int = 1,
     ) -> None:
         """Opens the room.
 
@@ -79,6 +80,7 @@ class SenderMachine:
             now: the time, in seconds on any steady clock.
             tokens: how many tokens the request has; None if our caller gave no number.
             depends_on: digests of what the request's cache depends on, by name.
+            joined_pages: how many pages chunks that wait may have together, to leave in one write.
         """
         self.room = room
         self.detailed_state = SenderState.BOOTSTRAPPING
@@ -87,11 +89,15 @@ class SenderMachine:
         self._rank = rank
         self._tokens = tokens
         self._depends_on = depends_on or {}
+        self._joined_pages = joined_pages
         self._deadlines = deadlines
         self._awaited_at = now  # when a receiver was last known to be on its way
         self._last_progress = now
         self._receivers: dict[str, ReceiverProgress] = {}
-        self._chunks: deque[Chunk] = deque()  # submitted before every receiver had opened the room, or behind such
+        # Submitted before every receiver had opened the room, right before another, or behind such.
+        self._chunks: deque[Chunk] = deque()
+        self._waiting_pages = 0
+        self._awaits_turn = False
         self._next_pages: dict[str, int] = {}  # by group: the position in the request of the page that comes next
         self._last_chunk: Chunk | None = None
 
@@ -180,11 +186,10 @@ class SenderMachine:
             # Looked for here, where no scheduler waits for it.
             case ChunkSubmitted(chunk) if (impossible := why_impossible(chunk, where=f"room {self.room}")) is not None:
                 commands = self._fail(impossible)
-            case ChunkSubmitted(chunk) if self.state is TransferState.BOOTSTRAPPING or self._chunks:
-                self._chunks.append(chunk)
-            case ChunkSubmitted(chunk):
-                commands = self._send_chunk(chunk, now)
+            case ChunkSubmitted(chunk, is_followed):
+                commands = self._take_chunk(chunk, now, is_followed=is_followed)
             case TurnCame():
+                self._awaits_turn = False
                 commands = self._send_next(now)
             case WriteDeferred(name, sequence):
                 self._receivers[name].defer_write(sequence)
@@ -281,12 +286,36 @@ class SenderMachine:
             )
         return None
 
+    def _take_chunk(self, chunk: Chunk, now: float, *, is_followed: bool) -> list[SenderCommand]:
+        """Sends a chunk, unless it waits: for the receivers, behind others, or for the next ones to leave with it."""
+        self._last_progress = now
+        is_one_write = not self._chunks or goes_on(chunk, self._chunks[-1])
+        self._chunks.append(chunk)
+        self._waiting_pages += chunk.num_pages
+        if self.state is TransferState.BOOTSTRAPPING:
+            return []
+        if is_followed and is_one_write and self._waiting_pages < self._joined_pages:
+            return self._await_turn()
+        return self._send_next(now)
+
+    def _await_turn(self) -> list[SenderCommand]:
+        """Asks for a turn if chunks wait, unless one is awaited already."""
+        if not self._chunks or self._awaits_turn:
+            return []
+        self._awaits_turn = True
+        return [AwaitTurn()]
+
     def _send_next(self, now: float) -> list[SenderCommand]:
-        """Sends the first of the chunks that wait. One a turn: other rooms are not held up by all of them."""
+        """Sends the first of the chunks that wait, and with it those that go on where it ends.
+
+        No more of them in a turn than a write should have: other rooms are not held up by all.
+        """
         if not self._chunks:
             return []
-        commands = self._send_chunk(self._chunks.popleft(), now)
-        return [*commands, AwaitTurn()] if self._chunks else commands
+        chunk = take_together(self._chunks, self._joined_pages)
+        self._waiting_pages -= chunk.num_pages
+        commands = self._send_chunk(chunk, now)
+        return [*commands, *self._await_turn()]
 
     def _send_chunk(self, chunk: Chunk, now: float) -> list[SenderCommand]:
         self._last_progress = now

@@ -73,6 +73,8 @@ class StagedSegment(msgspec.Struct, frozen=True, array_like=True):
 class ChunkArrived(AboutRoom, frozen=True, omit_defaults=True):
     """Notification: all bytes of one chunk from one writer are in place.
 
+    Here and below a chunk is what leaves in one write: one that was submitted, or several that waited together.
+
     Attributes:
         sequence: counts from 0 per receiver.
         unit: what its digests are counted in.
