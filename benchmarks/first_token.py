@@ -5,8 +5,8 @@ cache takes as long on it as the prompt takes to compute. The same prompts' leng
 one at a time; the time is from handing a request in until its first token is there. Requests are handed to both sides
 at once, but with vLLM's own connector, which tells the decode side only after the prefill side has ended.
 
-    python -m benchmarks.first_token --engine vllm      # in the environment of `make test-vllm`
-    python -m benchmarks.first_token --engine sglang    # in that of `make test-sglang`
+    python -m benchmarks.first_token --engine vllm      # in .venv-vllm
+    python -m benchmarks.first_token --engine sglang    # in .venv-sglang
 
 Takes what `slow_wire` does.
 """

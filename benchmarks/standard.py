@@ -1,7 +1,7 @@
 """The standard set: measures what docs/design/benchmarks.md shows, and writes its section for this kind of device.
 
     python -m benchmarks.standard                 # in main memory, as `make bench`
-    python -m benchmarks.standard --device cuda   # in the memory of one GPU, as `make bench-gpu`
+    python -m benchmarks.standard --device cuda   # in the memory of one GPU
     python -m benchmarks.standard --device cuda --part 1 --into parts   # a part of it, in under 8 minutes
     python -m benchmarks.standard --device cuda --load parts/*.json     # the page from all parts
 

@@ -5,7 +5,7 @@ engine; then its decode engine is asked for one token, and the time until it has
 process. It holds the handing over of the request, the transfer, and a step of one token, which costs both the same. One
 pair lives at a time, and they take turns (stock, kvferry, kvferry, stock): threads of the stock connector spin, also
 while nothing is moved, and would take the processors of a pair beside it. Run it where vLLM and kvferry are installed:
-`make test-engines` sets up such an environment.
+`make environments` sets up such an environment.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=[tier.value for tier in Tier],
         default=Tier.QUICK.value,
-        help="How much is proved: quick (make test), full (make test-all) or long (make test-long).",
+        help="How much is proved: quick (make test), full (make test-all) or long (python -m tests.runs long).",
     )
     parser.addoption(
         "--fuzz-seconds", type=float, help="How long each fuzzer of tests/fuzz runs, in seconds; else by the tier."

@@ -1,8 +1,7 @@
 """The first contact with a GPU: what is worth knowing of a machine that is there for a quarter of an hour.
 
-    make gpu-wheels PYTHON_VERSION=3.12 CUDA=13     # here, with a network: a folder of wheels to take along
-    make gpu-contact OUT=contact                    # there, without one
-    make gpu-contact DRY_RUN=1                      # anywhere: what it would do
+    python -m benchmarks.gpu_contact.wheels --to .gpu-wheels         # here: wheels to take along
+    PYTHONPATH=src python -m benchmarks.gpu_contact --out contact    # there; --dry-run says what it would do
 
 `sections` is the list of what is asked, `running` asks each question in a process group of its own with a limit and a
 log, `page` writes down the answers after every one of them, `wheels` fills the folder and unpacks it again. `probes`

@@ -1,6 +1,6 @@
 """Asks a machine with a GPU what is worth knowing, on it, without a network and without setting anything up.
 
-    make gpu-contact OUT=contact            # or: python -m benchmarks.gpu_contact --out contact
+    PYTHONPATH=src python -m benchmarks.gpu_contact --out contact
     python -m benchmarks.gpu_contact --dry-run
     python -m benchmarks.gpu_contact --out contact --sections bulk,kernels
     python -m benchmarks.gpu_contact --out contact --rehearse
@@ -97,7 +97,7 @@ def show_plan(asked: Sequence[Section], wheels_from: Path, out: Path | None, no_
     print(
         f"First {count} wheels of {wheels_from} would be unpacked"
         if count
-        else f"There are no wheels in {wheels_from}: what this Python has would have to do (make gpu-wheels)"
+        else f"There are no wheels in {wheels_from} (gpu_contact.wheels): what this Python has would have to do"
     )
     for problem in list(wheels.unfit(wheels_from, sys.version_info[:2]))[:1]:
         print(f"They do not fit this Python: {problem}{platform.python_version().rpartition('.')[0]}")
@@ -176,7 +176,7 @@ def unpacked(folder: Path, target: Path) -> Path | None:
     if not folder.is_dir() or not list(folder.glob("*.whl")):
         return None
     if problems := list(wheels.unfit(folder, sys.version_info[:2])):
-        sys.exit(f"make gpu-contact: {problems[0]}{platform.python_version().rpartition('.')[0]}")
+        sys.exit(f"gpu_contact: {problems[0]}{platform.python_version().rpartition('.')[0]}")
     before = time.monotonic()
     if wheels.unpack(folder, target):
         print(f"unpacked the wheels of {folder} in {time.monotonic() - before:.1f} s")
@@ -187,7 +187,7 @@ def main(given: Sequence[str] | None = None) -> None:
     """Asks, or says what it would ask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="the folder for logs, contact.json and contact.md")
-    parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="what make gpu-wheels has filled")
+    parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="what gpu_contact.wheels has filled")
     parser.add_argument("--sections", help="only some, separated by commas; grid is all sizes of sub-chunk and ring")
     parser.add_argument("--total-s", type=float, default=TOTAL_S, help="what all together may take")
     parser.add_argument("--dry-run", action="store_true", help="run nothing: say what would be run")
@@ -204,10 +204,10 @@ def main(given: Sequence[str] | None = None) -> None:
         show_plan(asked, typed.wheels, typed.out, gpu(environment_of(None, os.environ))[1])
         return
     if typed.out is None:
-        parser.error("--out FOLDER (make gpu-contact OUT=FOLDER) is needed, or --dry-run")
+        parser.error("--out FOLDER is needed, or --dry-run")
     seen, no_gpu = gpu(environment_of(None, os.environ))  # torch is the machine's own
     if no_gpu and not typed.rehearse:
-        print(f"make gpu-contact: a GPU asked for where {no_gpu}; --dry-run says what it would do", file=sys.stderr)
+        print(f"gpu_contact: a GPU asked for where {no_gpu}; --dry-run says what it would do", file=sys.stderr)
         sys.exit(NO_GPU)
     environment = environment_of(unpacked(typed.wheels, ROOT / ".gpu-packages"), os.environ)
     found = ask(asked, typed.out, environment, machine(seen), total_s=typed.total_s)

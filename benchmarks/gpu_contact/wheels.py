@@ -121,7 +121,7 @@ def unfit(folder: Path, version: tuple[int, int]) -> Iterator[str]:
         if found is None:
             yield f"{wheel.name} is not named as a wheel is"
         elif found["abi"] not in ("none", "abi3") and this not in found["python"].split("."):
-            yield f"{wheel.name} is for another Python than {version[0]}.{version[1]}: make gpu-wheels PYTHON_VERSION="
+            yield f"{wheel.name} is for another Python than {version[0]}.{version[1]}: --python-version "
 
 
 def unpack(folder: Path, target: Path) -> bool:
@@ -161,9 +161,9 @@ def main(given: Sequence[str] | None = None) -> None:
     try:
         fill(typed.to, typed.python_version, typed.cuda, typed.machine)
     except subprocess.CalledProcessError as error:
-        sys.exit(f"make gpu-wheels: pip could not have what is needed (exit code {error.returncode}), see above")
+        sys.exit(f"gpu_contact.wheels: pip could not have what is needed (exit code {error.returncode}), see above")
     except TooHeavyError as error:
-        sys.exit(f"make gpu-wheels: {error}")
+        sys.exit(f"gpu_contact.wheels: {error}")
     wheels = sorted(typed.to.glob("*.whl"))
     total = sum(wheel.stat().st_size for wheel in wheels)
     print(f"{len(wheels)} wheels in {typed.to}, {total / 2**20:.1f} of at most {MOST_BYTES / 2**20:.0f} MiB")

@@ -1,4 +1,4 @@
-"""An upgrade under load: `python -m benchmarks.upgrade --requests 10000`, or `make upgrade REQUESTS=10000`.
+"""An upgrade under load: `python -m benchmarks.upgrade --requests 10000`.
 
 Two prefill engines, of which one sends directly and one through staging memory, two decode engines, each a process of
 its own over NIXL with a shared secret, and three members of etcd as their registry. All begin with this tree. While

@@ -1,4 +1,4 @@
-"""Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `make planted`.
+"""Plants every fault of the catalogue in a copy of the tree, and says which tier finds it: `python -m proof.planted`.
 
 python -m proof.planted                 all of them
 python -m proof.planted window prefix   those whose names or files have one of the words

@@ -1,4 +1,4 @@
-"""`make gpu-contact` on a CPU: its very probes, with sizes whose figures mean nothing."""
+"""`benchmarks.gpu_contact` on a CPU: its very probes, with sizes whose figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Two processes on one GPU: which way bytes take, memory that cannot be shared, captures and decode steps beside.
 
-These are the probes of `make gpu-contact`. Their twins on a CPU are in test_gpu_rehearsal.py.
+These are the probes of `benchmarks.gpu_contact`. Their twins on a CPU are in test_gpu_rehearsal.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What uses all cores runs alone: `make test-vllm` and `make test-sglang` run only others side by side."""
+"""What uses all cores runs alone: `tests/runs.py` runs only others side by side."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_decode_rank_that_connects_again_and_again_is_connected_once(monkeypat
 
         return check
 
-    # Two take longer than any other test may: for make test-long, which has the time.
+    # Two take longer than any other test may: for the long tier, which has the time.
     explore(scenario, lines=[decode_ranks, run_queue], preemptions=tier.amount(quick=1, full=1, long=2))
 
 

@@ -123,7 +123,7 @@ def unshown(engine: str, rows: Sequence[CacheKind], folder: str, tests: Collecti
         if not behind:
             yield f"{row.name}: {row.test} does not say that it tries it"
         elif all(each.is_long for each in behind):
-            yield f"{row.name}: {row.test} runs in make test-long alone"
+            yield f"{row.name}: {row.test} runs in the long tier alone"
     known = {row.name for row in rows}
     for each, kinds in said:
         if unknown := sorted(set(kinds) - known):

@@ -20,14 +20,14 @@ from tests.support.waiting import eventually
 
 _FILLER = "filler-"
 UNPACKED = ROOT / ".etcd/usr/bin/etcd"
-"""Where `make etcd` puts Debian's."""
+"""Where `make environments` puts Debian's."""
 
 
 def program() -> str:
     """Returns where etcd is; skips the test if it is nowhere."""
     found = str(UNPACKED) if UNPACKED.exists() else shutil.which("etcd")
     if found is None:
-        pytest.skip("there is no etcd here: `make etcd` gets Debian's, or install it so that it is on the PATH")
+        pytest.skip("there is no etcd here: `make environments` gets Debian's, or install it so that it is on the PATH")
     return found
 
 

@@ -21,7 +21,7 @@ class Tier(str, Enum):
     Attributes:
         QUICK: every layer touched, small budgets: `make test`, before every commit.
         FULL: the whole proof: `make test-all`, which CI runs.
-        LONG: fresh seeds and searches, for whoever has the time: `make test-long`.
+        LONG: fresh seeds and searches, for whoever has the time.
     """
 
     QUICK = "quick"

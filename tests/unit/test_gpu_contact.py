@@ -1,4 +1,4 @@
-"""`make gpu-contact`, as far as no GPU is needed: limits that hold, what is asked, the page, the folder of wheels."""
+"""`benchmarks.gpu_contact`, as far as no GPU is needed: limits that hold, what is asked, the page, the wheels."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ SECRETS = {"kvferry": {"secret": "x" * 32}, "kvferry-etcd": {"password": "of etc
 
 WHOLE = [(overlay, ()) for overlay in OVERLAYS]
 EVERYTHING = [*WHOLE, *((overlay, COMPONENTS) for overlay in OVERLAYS[:2])]
-NO_SCHEMAS = "Kubernetes' schemas are not installed here: `make kubernetes-schemas`"
+NO_SCHEMAS = "Kubernetes' schemas are not installed here: pip install '.[kubernetes]'"
 PROBES = ("startupProbe", "livenessProbe", "readinessProbe")
 
 

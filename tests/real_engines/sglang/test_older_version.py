@@ -1,4 +1,4 @@
-"""An SGLang before the newest: its contract, and tokens that are right. `make test-sglang-older` runs it."""
+"""An SGLang before the newest: its contract, and tokens that are right. `python -m tests.runs older` runs it."""
 
 from __future__ import annotations
 

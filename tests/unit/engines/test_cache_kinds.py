@@ -51,7 +51,7 @@ def test_a_row_whose_test_does_not_say_so_or_takes_too_long_is_found():
         CollectedTest("tests/unit/test_e.py::test[1]", True, (("vllm", "e"),)),
     ]
     assert [*unshown("vllm", rows, "tests/unit", tests)] == [
-        "b: tests/unit/test_b.py::test runs in make test-long alone",
+        "b: tests/unit/test_b.py::test runs in the long tier alone",
         "c: tests/unit/test_c.py::test does not say that it tries it",
         "d: tests/unit/test_d.py::test does not say that it tries it",
         "tests/unit/test_e.py::test tries ['f'], which no row names",
