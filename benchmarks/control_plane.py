@@ -47,7 +47,7 @@ from proof.simulation.pods import SimulatedPods
 import kvferry as kf
 from kvferry.control.channel import most_connections
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
-from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.process_identity import Sight
 from kvferry.control.registry import Grant
 from kvferry.control.registry_client import RegistryClient

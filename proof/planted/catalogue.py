@@ -156,14 +156,14 @@ CATALOGUE = (
     # ---- transport
     PlantedFault(
         "a range crosses two regions that were registered apart",
-        "transport/mooncake.py",
+        "transport/mooncake/transport.py",
         "copies = copies.cut_at(self._borders, connection.borders)",
         "copies = copies.cut_at(self._borders[:0], connection.borders[:0])",
         "tests/contract/test_mooncake.py",
     ),
     PlantedFault(
         "a write has failed while ranges of it are on their way",
-        "transport/mooncake.py",
+        "transport/mooncake/transport.py",
         "        if transfer.on_their_way:\n            return None\n        if transfer.failed:",
         "        if transfer.on_their_way and not transfer.failed:\n            return None\n"
         "        if transfer.failed:",
@@ -171,21 +171,21 @@ CATALOGUE = (
     ),
     PlantedFault(
         "more ranges go to a peer than Mooncake takes",
-        "transport/mooncake.py",
+        "transport/mooncake/transport.py",
         "taken = min(wanted, RANGES_OF_A_PEER - self.on_their_way)",
         "taken = wanted",
         "tests/contract/test_mooncake.py",
     ),
     PlantedFault(
         "a library's ports are left open to everybody",
-        "transport/mooncake.py",
+        "transport/mooncake/transport.py",
         "            if not is_wildcard(host):\n",
         "            if is_wildcard(host):\n",
         "tests/contract/test_mooncake.py",
     ),
     PlantedFault(
         "all wait for a peer that is frozen",
-        "transport/mooncake.py",
+        "transport/mooncake/transport.py",
         "daemon=True).start()\n        return connection",
         "daemon=True).run()\n        return connection",
         "tests/contract/test_mooncake.py",
@@ -451,21 +451,21 @@ CATALOGUE = (
     ),
     PlantedFault(
         "every rank asks etcd for a lease of its own",
-        "control/etcd_registry.py",
+        "control/etcd/registry.py",
         "lease = of_engine.lease or self._granted()",
         "lease = self._granted()",
         "tests/unit/control/test_etcd_registry.py",
     ),
     PlantedFault(
         "a rank joins an engine that has become another since it was read",
-        "control/etcd_registry.py",
+        "control/etcd/registry.py",
         "compared = [unchanged(key, own), unchanged(engine_key, of_engine)]",
         "compared = [unchanged(key, own)]",
         "tests/unit/control/test_etcd_registry.py",
     ),
     PlantedFault(
         "a release that is refused calls no roll in etcd",
-        "control/etcd_registry.py",
+        "control/etcd/registry.py",
         "                    self._call_the_roll(view.engine)\n",
         "                    pass\n",
         "tests/unit/control/test_etcd_registry.py",

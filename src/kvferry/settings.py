@@ -31,12 +31,12 @@ from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
 PREFIX = "KVFERRY_"
 _LAST_PORT = 65535
 OWNERS = (
-    "kvferry.control.etcd_address:EtcdSettings",
-    "kvferry.control.kubernetes:KubernetesSettings",
-    "kvferry.control.pod_identity:PodSettings",
+    "kvferry.control.etcd.address:EtcdSettings",
+    "kvferry.control.kubernetes.client:KubernetesSettings",
+    "kvferry.control.kubernetes.pod_identity:PodSettings",
     "kvferry.observe.settings:ObserveSettings",
     "kvferry.staging.sizes:StagingSettings",
-    "kvferry.transport.mooncake_settings:MooncakeSettings",
+    "kvferry.transport.mooncake.settings:MooncakeSettings",
     "kvferry.transport.nixl.settings:NixlSettings",
 )
 """Where the settings of single parts are: named and not imported, since they lie in layers above."""

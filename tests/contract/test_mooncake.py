@@ -41,9 +41,10 @@ from kvferry.errors import (
 from kvferry.findings import Severity
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.settings import Settings
-from kvferry.transport import PeerMetadata, mooncake
+from kvferry.transport import PeerMetadata
 from kvferry.transport.confined_ports import sockets_on_every_interface
-from kvferry.transport.mooncake import MooncakeHandle, MooncakeTransport, Pieces, load_engine, pieces_of
+from kvferry.transport.mooncake import transport as mooncake
+from kvferry.transport.mooncake.transport import MooncakeHandle, MooncakeTransport, Pieces, load_engine, pieces_of
 
 HALF = MEMORY // 2
 

@@ -18,11 +18,11 @@ from tests.support.ports import held_port
 from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.control import etcd_registry
 from kvferry.control.construction import create_registry_client
 from kvferry.control.credentials import Credentials
-from kvferry.control.etcd_address import EtcdAccess
-from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.etcd import registry as etcd_registry
+from kvferry.control.etcd.address import EtcdAccess
+from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer

@@ -17,7 +17,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from tests.unit.testing.models import pool
 
 from kvferry import DecodeEndpoint, PrefillEndpoint
-from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.errors import RegistryError
 from kvferry.testing import KnownContents, LocalNetwork, Pair
 

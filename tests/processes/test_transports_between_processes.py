@@ -31,7 +31,7 @@ import pytest
 from kvferry.errors import PeerDisconnectedError, TransportError, TransportUnavailableError
 from kvferry.layout import Device, Region
 from kvferry.transport import NixlTransport, PreparedList, TransferHandle, TransferReport, Transport
-from kvferry.transport.mooncake import MooncakeTransport
+from kvferry.transport.mooncake.transport import MooncakeTransport
 
 POISON = 0xEE
 DEADLINE_S = 60.0

@@ -31,7 +31,7 @@ from kvferry.transport import (
     TransferReport,
     Transport,
 )
-from kvferry.transport.mooncake import MooncakeTransport
+from kvferry.transport.mooncake.transport import MooncakeTransport
 
 DEADLINE_S = PATIENCE_S
 MEMORY = 1 << 20

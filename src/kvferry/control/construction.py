@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvferry.control.credentials import Credentials, ServerCertificate
-from kvferry.control.etcd_address import EtcdAccess, EtcdSettings, is_etcd
-from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.etcd.address import EtcdAccess, EtcdSettings, is_etcd
+from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer

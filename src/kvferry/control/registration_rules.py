@@ -1,6 +1,6 @@
 """What every registry demands of the ranks of an engine, and what it says of them.
 
-Nothing here keeps a registration, and nothing knows who does: `leases` for kvferry's own server, `etcd_registry` for
+Nothing here keeps a registration, and nothing knows who does: `leases` for kvferry's own server, `etcd.registry` for
 etcd. The rules are those of `leases`.
 """
 

@@ -13,7 +13,7 @@ from kvferry.transport.base import Transport
 
 TRANSPORTS = {
     "nixl": "kvferry.transport.nixl:NixlTransport",
-    "mooncake": "kvferry.transport.mooncake:MooncakeTransport",
+    "mooncake": "kvferry.transport.mooncake.transport:MooncakeTransport",
 }
 """Those that come with kvferry and are made from settings: where each is, by the name that it has in handshakes."""
 

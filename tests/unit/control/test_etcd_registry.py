@@ -23,11 +23,12 @@ from tests.support.registered_ranks import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.doctor import configuration, others
-from kvferry.control import etcd_members, etcd_registry
 from kvferry.control.construction import create_registry_client
-from kvferry.control.etcd_address import EtcdAccess, EtcdSettings, EtcdUrl
-from kvferry.control.etcd_messages import Lease
-from kvferry.control.etcd_registry import EtcdRegistry
+from kvferry.control.etcd import members as etcd_members
+from kvferry.control.etcd import registry as etcd_registry
+from kvferry.control.etcd.address import EtcdAccess, EtcdSettings, EtcdUrl
+from kvferry.control.etcd.messages import Lease
+from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.errors import (
     RegistrationRefusedError,

@@ -14,8 +14,9 @@ from tests.support.toy_transport import ToyTransport
 from tests.support.transports import KINDS
 
 from kvferry import transport
-from kvferry.transport import Diagnosis, RangeTransport, Transport, mooncake
+from kvferry.transport import Diagnosis, RangeTransport, Transport
 from kvferry.transport.chosen import transport_class
+from kvferry.transport.mooncake import transport as mooncake
 
 FILE = Path(toy_transport.__file__)
 IF_THERE_IS_A_LIBRARY = {"check_available", "register", "memory_kinds", "variables", "read_by", "says_more"}

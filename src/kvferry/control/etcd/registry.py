@@ -38,9 +38,9 @@ from urllib.parse import quote, unquote
 
 import msgspec
 
-from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
-from kvferry.control.etcd_members import EtcdLeaseNotFoundError, EtcdMembers
-from kvferry.control.etcd_messages import (
+from kvferry.control.etcd.address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd.members import EtcdLeaseNotFoundError, EtcdMembers
+from kvferry.control.etcd.messages import (
     Done,
     KeptAlive,
     KeyValue,

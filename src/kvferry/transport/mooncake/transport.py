@@ -47,7 +47,7 @@ from kvferry.transport.copies import Copies
 from kvferry.transport.devices import rdma_devices
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.message_channel import ChannelAddress, ConnectionState, MessageChannel, MessageSender
-from kvferry.transport.mooncake_settings import MooncakeSettings
+from kvferry.transport.mooncake.settings import MooncakeSettings
 from kvferry.transport.ranges import Connection, RangeTransport
 from kvferry.transport.registered import check_regions
 

@@ -2,7 +2,7 @@
 
 etcd3gw speaks etcd's JSON gateway to one member. What an application with several needs is here: the next member where
 one does not answer, an end to it all, a user's token, and sentences for what etcd refuses. What is kept in etcd, and
-why, is `etcd_registry`'s.
+why, is `registry`'s.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.control.etcd_address import EtcdAccess, EtcdUrl
-from kvferry.control.etcd_messages import Token, converted
+from kvferry.control.etcd.address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd.messages import Token, converted
 from kvferry.control.owning_process import OwningProcess
 from kvferry.errors import (
     RegistryAccessError,

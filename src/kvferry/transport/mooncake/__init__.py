@@ -1,0 +1,1 @@
+"""Moves bytes with Mooncake's transfer engine."""
