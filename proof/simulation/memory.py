@@ -233,4 +233,5 @@ class Arena:
 
     def give_back(self, pool: Pool) -> None:
         """Says that a schedule is through with a pool."""
+        pool.owners.clear()  # they would keep the schedule's whole world
         self._idle.setdefault(pool.shape, []).append(pool)
