@@ -51,13 +51,30 @@ def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: py
     assert threads == ["MainThread", "kvferry-vllm-prompts_0"]
 
 
-def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_never_ask():
+def test_however_many_requests_wait_each_is_known_soon_and_stays_so():
+    """vLLM asks about all that wait in every step, one after the other."""
     digests = PromptDigests()
-    assert digests.of(request("r", LONG), len(LONG)) == prompt_digest(LONG)
+    waiting = [request(str(number), LONG[: LONGEST_AT_ONCE + 1]) for number in range(1500)]
+    for each in waiting:
+        digests.is_known(each, len(LONG))
+    eventually("all are known", lambda: all([digests.is_known(each, len(LONG)) for each in waiting]))
+    assert digests.of(waiting[-1], len(LONG)) == prompt_digest(waiting[-1].prompt_token_ids)
+
+
+def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before():
+    conditions, prompt = Conditions(), request("r", LONG)
+    assert conditions.of(prompt, len(LONG)) == request_conditions(LONG)
+    ended = request("ended", LONG)
+    assert not conditions.are_known(ended, len(LONG))
+    conditions.ended("ended")
+    digests = conditions._prompts
     assert not digests.found
-    for number in range(prompts.MOST_REMEMBERED + 1):
-        digests.is_known(request(str(number), LONG[: LONGEST_AT_ONCE + 1]), len(LONG))
-    assert len(digests.found) == prompts.MOST_REMEMBERED
+
+
+def test_another_number_of_tokens_is_another_digest():
+    digests, prompt = PromptDigests(), request("r", LONG)
+    assert not digests.is_known(prompt, len(LONG))
+    assert digests.of(prompt, len(LONG) - 1) == prompt_digest(LONG[:-1])
 
 
 def test_a_prompt_that_is_given_as_an_embedding_has_no_tokens():

@@ -25,7 +25,6 @@ from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
 
-_MOST_REQUESTS = 4096
 _MOST_READS = 8
 
 Files: TypeAlias = frozenset[tuple[str, int, int, int]]
@@ -63,7 +62,7 @@ class Adapters:
         self._unscheduled: set[int] = set()  # of those, by number, what no step loads yet
         self._unproved: dict[int, _Adapter] = {}  # what steps load of which nobody knows that they are over
         # At the files of adapters, by the request that needs them.
-        self._looks: FoundAside[str, _Adapter] = FoundAside("kvferry-vllm-adapters", most=_MOST_REQUESTS)
+        self._looks: FoundAside[_Adapter] = FoundAside("kvferry-vllm-adapters")
 
     def is_known(self, request: Any) -> bool:
         """Whether `identity` would read no file for a request. What it needs is read from now on, aside.
@@ -107,6 +106,10 @@ class Adapters:
             lora.lora_path,
         )
         return f"unknown {uuid4().hex}"
+
+    def ended(self, request: str) -> None:
+        """Takes that nobody asks about a request any more."""
+        self._looks.forget(request)
 
     @property
     def are_proved(self) -> bool:

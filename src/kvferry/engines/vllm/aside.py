@@ -2,44 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
-Key = TypeVar("Key", bound=Hashable)
 Found = TypeVar("Found")
 
 
-class FoundAside(Generic[Key, Found]):
-    """What was found out, or is being found out, by what it is about. For the scheduler's thread."""
+class FoundAside(Generic[Found]):
+    """What was found out, or is being found out, of requests, for the scheduler's thread.
 
-    def __init__(self, thread: str, *, most: int) -> None:
+    All that have not ended: were some forgotten for others' sake, more of them than are kept would have each other
+    forgotten, as vLLM asks about all that wait, one after the other, and none of them would ever be scheduled.
+    """
+
+    def __init__(self, thread: str) -> None:
         """Begins with nothing.
 
         Args:
             thread: the name of the thread.
-            most: how much is remembered: requests may end before they are scheduled, and are never asked about again.
         """
-        self._found: dict[Key, Future[Found]] = {}  # the youngest last
+        self._found: dict[str, tuple[object, Future[Found]]] = {}  # by request
         self._thread = ThreadPoolExecutor(1, thread)
-        self._most = most
 
     def __len__(self) -> int:
         return len(self._found)
 
-    def look(self, key: Key, find: Callable[[], Found]) -> Future[Found]:
-        """Returns what is found; if nobody has asked for it, that begins."""
-        known = self._found.get(key)
-        if known is None:
-            known = self._found[key] = self._thread.submit(find)
-            while len(self._found) > self._most:
-                del self._found[next(iter(self._found))]
-        return known
+    def look(self, request: str, find: Callable[[], Found], *, about: object = None) -> Future[Found]:
+        """Returns what is found; if nobody has asked for it, that begins.
 
-    def forget(self, key: Key) -> None:
-        """Drops what was found of one thing: it is found out anew when somebody asks."""
-        self._found.pop(key, None)
+        Args:
+            about: what is asked about it: only the last thing is remembered.
+        """
+        known = self._found.get(request)
+        if known is None or known[0] != about:
+            self.forget(request)
+            known = self._found[request] = about, self._thread.submit(find)
+        return known[1]
+
+    def forget(self, request: str) -> None:
+        """Drops what was found of a request, which has ended; or it is found out anew when somebody asks."""
+        _, future = self._found.pop(request, (None, None))
+        if future is not None:
+            future.cancel()
 
     def forget_all(self) -> None:
         """Drops all."""
-        self._found.clear()
+        for request in list(self._found):
+            self.forget(request)

@@ -82,6 +82,10 @@ class Changes:
         self._computed(request)
         self._requests.pop(request.request_id, None)
 
+    def asked_about_no_more(self, request: Any) -> None:
+        """Takes that all is done about a request that has ended."""
+        self._conditions.ended(request.request_id)
+
     def _computed(self, request: Any) -> None:
         """Has the adapter of a request looked at once more if a step has loaded it."""
         if request.lora_request is not None and request.num_output_tokens:

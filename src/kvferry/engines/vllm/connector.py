@@ -347,7 +347,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns whether a request's blocks must be kept, and its answer's parameters for the decode server."""
         self._changes.ended(request)
         is_aborted = request.status not in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
-        return self._scheduler_side.finished(request, is_aborted=is_aborted)
+        result = self._scheduler_side.finished(request, is_aborted=is_aborted)
+        self._changes.asked_about_no_more(request)
+        return result
 
     def reset_cache(self) -> bool:
         """Ends what is on its way, as where vLLM's own caches are cleared after a change of its weights."""

@@ -234,6 +234,11 @@ class Conditions:
             weights=self.weights.text,
         )
 
+    def ended(self, request: str) -> None:
+        """Takes that nobody asks about a request any more."""
+        self.adapters.ended(request)
+        self._prompts.found.forget(request)
+
 
 def _weights(vllm_config: Any, model: Any, platform: Platform) -> str:
     load = vllm_config.load_config

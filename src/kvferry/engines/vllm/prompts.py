@@ -13,8 +13,6 @@ from typing import Any
 from kvferry.engines.fingerprint import prompt_digest
 from kvferry.engines.vllm.aside import FoundAside
 
-MOST_REMEMBERED = 1024
-
 LONGEST_AT_ONCE = 1 << 13
 """Tokens that are digested where they are asked for: 0.4 ms."""
 
@@ -23,13 +21,12 @@ class PromptDigests:
     """Digests of the prompts of requests, as far as they are exchanged. For the scheduler's thread.
 
     Attributes:
-        found: the digests, by request and number of tokens.
+        found: those of long prompts, by request.
     """
 
     def __init__(self) -> None:
         """Begins with none."""
-        # By request and number of tokens.
-        self.found: FoundAside[tuple[str, int], bytes] = FoundAside("kvferry-vllm-prompts", most=MOST_REMEMBERED)
+        self.found: FoundAside[bytes] = FoundAside("kvferry-vllm-prompts")
 
     def is_known(self, request: Any, tokens: int) -> bool:
         """Whether `of` returns at once. A long prompt is digested from now on, aside.
@@ -45,12 +42,12 @@ class PromptDigests:
         if not _is_long(request, tokens):
             return prompt_digest(request.prompt_token_ids or (), tokens)
         digest = self._begun(request, tokens).result()
-        self.found.forget((request.request_id, tokens))
+        self.found.forget(request.request_id)
         return digest
 
     def _begun(self, request: Any, tokens: int) -> Future[bytes]:
         find = partial(prompt_digest, request.prompt_token_ids, tokens)
-        return self.found.look((request.request_id, tokens), find)
+        return self.found.look(request.request_id, find, about=tokens)
 
 
 def _is_long(request: Any, tokens: int) -> bool:
