@@ -79,8 +79,8 @@ def test_everything_names_it(ranks: tuple[RankProcess, RankProcess]):
     here, there = (each.do(Rank.observe_url).removeprefix("http://") for each in ranks)
     eventually("they are connected", lambda: "waiting" in top(here, there))
     (name,) = prefill.do(Rank.peers, "decode")
+    eventually("all is calm", lambda: "!" not in top(here, there))  # a busy machine may hold up either for a moment
     calm = top(here, there)
-    assert "!" not in calm, calm
     assert all(len(line) <= 80 for line in calm.splitlines()), calm
     frozen = datetime.now(timezone.utc)
     decode.freeze()

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvferry import RankLayout, attention_components, shard_from_tensors
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey, spread_rows
+from kvferry.errors import TransportError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import BlockShape, PackedPiece, PackedSide
@@ -148,6 +149,22 @@ def test_a_busy_machine_costs_what_a_quiet_one_does(monkeypatch: pytest.MonkeyPa
     assert costs.seconds_per_descriptor == pytest.approx(DESCRIPTOR_S, rel=0.001)
     assert costs.wire_bytes_per_s == pytest.approx(LARGE_BYTES_PER_S, rel=0.001)
     assert costs.bulk_bytes_per_s == pytest.approx(BULK_BYTES_PER_S, rel=0.001)
+    del kept
+
+
+def test_a_write_that_fails_while_it_measures_is_released(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock(monkeypatch)
+    transport, released = Clockwork(clock), list[Any]()
+    made, pieces, kept = calibration(clock, transport)
+
+    def breaks(transfer: Any) -> TransferReport | None:
+        raise TransportError("the connection broke")
+
+    monkeypatch.setattr(transport, "poll", breaks)
+    monkeypatch.setattr(transport, "release", released.append)
+    with pytest.raises(TransportError, match="the connection broke"):
+        made.costs(KEY, "peer", RING, pieces, scatter_bytes_per_s=7e9)
+    assert len(released) == transport.written > 0
     del kept
 
 

@@ -19,7 +19,7 @@ from kvferry.endpoint.decode import driver
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.endpoint.transfer import Transfer
-from kvferry.errors import TransferFailedError, UsageError
+from kvferry.errors import TransferFailedError, TransferTimeoutError, UsageError
 from kvferry.testing.probe import probe
 
 S = TransferState
@@ -194,6 +194,30 @@ def test_a_signal_that_blocks_is_named_while_it_does(pair: Callable[..., Request
     assert "the signal " in held_up(requests, "prefill")
     released.set()
     request.wait(10)
+
+
+def test_rooms_whose_worker_is_held_up_are_told_once_that_they_are_overdue(pair: Callable[..., Requests]):
+    requests, released = pair(workers=1, queues=1, bootstrap_timeout_s=0.3), threading.Event()
+    (request,) = opened(requests, 1)
+    prefill = requests.prefill.endpoints[0]
+    entered = threading.Event()
+
+    def looks_long() -> bool:
+        entered.set()
+        return released.wait(WAIT_S)
+
+    request.senders[0].submit(request.source_pages[0], last=True, aux=b"token", ready=looks_long)
+    assert entered.wait(WAIT_S)
+    alone = [prefill.open(room) for room in range(100, 110)]
+    rooms = [each for each in probe(prefill).rooms.all() if each.room >= 100]
+    eventually("all are overdue", lambda: all(each.events for each in rooms))
+    time.sleep(1.0)  # it looks ten times a second
+    assert max(len(each.events) for each in rooms) == 1
+    released.set()
+    request.wait(10)
+    for sender in alone:
+        with pytest.raises(TransferTimeoutError):
+            sender.wait(10)
 
 
 def test_changes_are_called_back_in_order_and_the_last_one_is_never_missed(pair: Callable[..., Requests]):

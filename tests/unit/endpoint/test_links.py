@@ -118,6 +118,19 @@ def test_who_begins_to_connect_hears_when_it_is_done_and_why_it_failed(engines: 
         decode.connecting(name)
 
 
+def test_who_begins_to_connect_hears_in_time_whoever_else_names_the_engine(engines: Callable[..., Engines]):
+    both, name = engines(bootstrap_timeout_s=0.4), new_engine_name("prefill")
+    decode = both.decode(Model()).endpoints[0]
+    missing = decode.connecting(name)
+    for room in range(50):
+        decode.refuse(room, "its client has gone", engine=name)
+        time.sleep(0.1)
+        if missing.done():
+            break
+    assert isinstance(missing.exception(0), PeerDisconnectedError)
+    assert not probe(decode).links.are_awaited
+
+
 def test_an_engine_that_has_ended_is_not_waited_for_and_its_registry_hears_of_it(
     engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
 ):

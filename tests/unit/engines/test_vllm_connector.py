@@ -106,7 +106,7 @@ def test_a_request_ends_alike_whichever_hook_is_called(connector_module: Any, st
     """Beside a connector without hybrid caches MultiConnector calls the one, vLLM and MultiConnector else the other."""
     connector = object.__new__(connector_module.KVFerryConnector)
     connector._scheduler = scheduler = Scheduler()
-    connector.changes = SimpleNamespace(ended=lambda _: None)
+    connector.changes = SimpleNamespace(ended=lambda _: None, asked_about_no_more=lambda _: None)
     request = SimpleNamespace(request_id="r", status=status)
     answers = [connector.request_finished_all_groups(request, ([1, 2],)), connector.request_finished(request, [1, 2])]
     assert answers == [(True, {"remote_request_id": "r"})] * 2, "its blocks may be read until the workers say otherwise"

@@ -22,6 +22,9 @@ def configuration(
     lookahead: int = 0,
     has_parts: bool = False,
     sleeps: bool = False,
+    stages: int = 1,
+    drafts: bool = False,
+    is_second_runner: bool = False,
 ) -> Any:
     """As much of vLLM's as it takes; `CONTRACTS` say that vLLM's has the same."""
     return SimpleNamespace(
@@ -29,7 +32,9 @@ def configuration(
         attention_config=SimpleNamespace(hisparse_config=hisparse),
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         num_prefill_lookahead_tokens=lookahead,
-        parallel_config=SimpleNamespace(use_ubatching=has_parts),
+        parallel_config=SimpleNamespace(use_ubatching=has_parts, pipeline_parallel_size=stages),
+        speculative_config=SimpleNamespace() if drafts else None,
+        use_v2_model_runner=is_second_runner,
     )
 
 
@@ -46,12 +51,20 @@ def test_what_is_right_is_not_refused():
         ),
         ({"hisparse": object()}, "leave out hisparse_config and the HiSparseConnector"),
         ({"sleeps": True}, "--enable-sleep-mode: waking replaces the KV cache's memory"),
+        ({"stages": 2, "drafts": True}, "--pipeline-parallel-size and --speculative-config: where vLLM drafts"),
     ],
 )
 def test_what_would_be_wrong_is_refused_by_name(changes: dict[str, Any], said: str):
     with pytest.raises(SettingsError, match="kvferry's connector for vLLM cannot serve like this: ") as caught:
         refuse_what_would_be_wrong(configuration(**changes))
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stages": 2}, {"drafts": True}, {"stages": 2, "drafts": True, "is_second_runner": True}]
+)
+def test_stages_or_drafts_alone_or_with_the_second_model_runner_are_served(changes: dict[str, Any]):
+    refuse_what_would_be_wrong(configuration(**changes))
 
 
 def test_a_vllm_that_tells_of_sleep_may_sleep():

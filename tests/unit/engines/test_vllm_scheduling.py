@@ -42,6 +42,7 @@ class Request:
     num_computed_tokens: int = 0
     prompt_token_ids: list[int] | None = None
     prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
     max_tokens: int = 100
     skips_prefix_cache: bool = False
     arrival_time: float = 0.0
@@ -606,6 +607,30 @@ class TestState:
         assert len(given) == 14, "other choices may have the same list"
         scheduler.side.came_in(request)
         assert request.num_prompt_tokens == 13, "once"
+
+    def test_every_part_of_a_mixed_prompt_is_cut(self):
+        """Token ids, embeddings, and which of both is meant: vLLM's workers refuse them unless they are as many."""
+        mixed = Request("r", 14, {"do_remote_decode": True, ROOM: 9}, prompt_token_ids=list(range(14)))
+        mixed.prompt_embeds, mixed.prompt_is_token_ids = list(range(14)), [True, False] * 7
+        _, request = self.came_in(mixed)
+        parts = (request.prompt_token_ids, request.prompt_embeds, request.prompt_is_token_ids, request._all_token_ids)
+        assert [len(part) for part in parts if part is not None] == [13] * 4
+
+    def test_what_is_to_be_fetched_and_sent_on_is_computed_here(self, caplog: pytest.LogCaptureFixture):
+        """Else its last token would be computed upon state that has it already."""
+        both = Request("r", 14, {**(decode_request(14).kv_transfer_params or {}), "do_remote_decode": True})
+        scheduler, request = self.came_in(both)
+        assert scheduler.side.tokens_elsewhere(request, 0) == 0
+        assert request.num_prompt_tokens == 13, "it is sent"
+        assert "request r is computed here: it is to be fetched and to be sent on" in caplog.text
+
+    def test_a_request_that_is_fetched_was_not_cut_here_whatever_it_says(self):
+        scheduler, request = self.came_in(decode_request(14))
+        forged = decode_request(14)
+        assert forged.kv_transfer_params is not None
+        forged.kv_transfer_params["_p_side_truncated"] = True
+        other, forged = self.came_in(forged)
+        assert scheduler.side.tokens_elsewhere(request, 0) == other.side.tokens_elsewhere(forged, 0) == 13
 
     @pytest.mark.parametrize(
         "request_",

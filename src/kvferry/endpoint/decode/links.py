@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 from kvferry.endpoint.decode.connections import Connections
 from kvferry.endpoint.decode.context import DecodeContext
@@ -64,10 +65,12 @@ class Caller:
     Attributes:
         ready: has a result when the link is ready, and an exception when it failed.
         link: what it waits for; None until the endpoint's thread has taken the call.
+        deadline: when it has waited for long enough, however long others that came later have the link looked for.
     """
 
     ready: Future[None] = field(default_factory=Future)
     link: Link | None = None
+    deadline: float = inf
 
 
 class Links:
@@ -165,7 +168,8 @@ class Links:
         self.context.submit(partial(self._take_caller, caller, key))
 
     def _take_caller(self, caller: Caller, key: LinkKey, now: float) -> None:
-        caller.link = self.to(key, now + self.context.settings.bootstrap_timeout_s)
+        caller.deadline = now + self.context.settings.bootstrap_timeout_s
+        caller.link = self.to(key, caller.deadline)
         if caller.link.state is LinkState.READY:
             caller.ready.set_result(None)
 
@@ -437,7 +441,7 @@ class Links:
     # ---- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Repeats look-ups that are due, and gives up links that are not ready by their deadline."""
+        """Repeats look-ups that are due, and gives up links that are not ready by their deadline, or a caller's."""
         for link in [link for link in self._current.values() if link.state is not LinkState.READY]:
             if link.look_up_at is not None and link.look_up_at <= now < link.deadline:
                 link.look_up_at = None
@@ -445,6 +449,10 @@ class Links:
                 self._look_up(link)
             elif now >= link.deadline:
                 self.fail(link, why_not_ready(link, self.context.settings), now)
+            else:
+                for caller in self._waiting(link):
+                    if now >= caller.deadline:
+                        caller.ready.set_exception(why_not_ready(link, self.context.settings))
 
     # ---- ranks that were lost -----------------------------------------------------------------------------------
 

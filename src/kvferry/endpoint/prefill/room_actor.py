@@ -134,6 +134,7 @@ class RoomActor(Actor):
     Attributes:
         machine: the room's state.
         chunks: how many chunks it has taken.
+        is_told_to_look: whether it was told to look at the time, and has not had the turn for it.
     """
 
     def __init__(
@@ -164,6 +165,7 @@ class RoomActor(Actor):
         self._report = RoomReport(machine.room, context.observer, context.now())
         self._last_submitted_at: float | None = None
         self.chunks = 0
+        self.is_told_to_look = False
         self._pages = 0  # that were handed in
         self._next_pages: dict[str, int] = {}  # by group: the position of the page behind them
         self.sender = Sender(
@@ -306,6 +308,7 @@ class RoomActor(Actor):
             case StagedPart():
                 self._receivers[event.receiver].staged.landed(event, worker)
             case Tick():
+                self.is_told_to_look = False
                 self._take_over_progress()
                 self.apply(event, worker)
             case _:

@@ -379,6 +379,9 @@ class SendingRooms:
         ago to be opened here.
         """
         for room in self._timers.due(now):
+            if room.is_told_to_look:
+                continue  # its worker is held up, and it has not looked yet
+            room.is_told_to_look = True
             if (said_at := self._expected.get(room.room)) is not None:
                 room.post(RoomExpected(said_at))
             room.post(Tick())

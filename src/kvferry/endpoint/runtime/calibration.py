@@ -230,12 +230,16 @@ class Calibration:
                 raise
             raise WriteHangsError(None, f"could not be posted: {error}") from error
         is_over_at_once = True
-        while not self._has_ended(transfer):
-            is_over_at_once = False
-            if time.perf_counter() - started_at > self._samples.longest_s:
-                raise WriteHangsError(transfer, f"did not end within {self._samples.longest_s:g} s")
-            if self._samples.sleep_s:
-                time.sleep(self._samples.sleep_s)
+        try:
+            while not self._has_ended(transfer):
+                is_over_at_once = False
+                if time.perf_counter() - started_at > self._samples.longest_s:
+                    raise WriteHangsError(transfer, f"did not end within {self._samples.longest_s:g} s")
+                if self._samples.sleep_s:
+                    time.sleep(self._samples.sleep_s)
+        except TransportError:
+            self._transport.release(transfer)  # it has failed, and is over
+            raise
         seconds = time.perf_counter() - started_at
         self._transport.release(transfer)
         return _Timing(seconds, is_over_at_once)

@@ -62,6 +62,16 @@ def _problems(vllm_config: Any, *, sends_layers: bool, follows_sleep: bool) -> I
             "HiSparse keeps part of the cache in host memory with block numbers of its own, which would be taken for "
             "the device's: leave out hisparse_config and the HiSparseConnector"
         )
+    if (
+        vllm_config.parallel_config.pipeline_parallel_size > 1
+        and vllm_config.speculative_config is not None
+        and not getattr(vllm_config, "use_v2_model_runner", False)
+    ):
+        yield (
+            "--pipeline-parallel-size and --speculative-config: where vLLM drafts, the workers of its first model "
+            "runner tell a connector on the last stage alone that a step is over, and the others would never send: "
+            "leave out one of them, or set VLLM_USE_V2_MODEL_RUNNER=1"
+        )
     if sends_layers and vllm_config.parallel_config.use_ubatching:
         yield (
             "--enable-dbo and --ubatch-size compute a step in parts side by side, so that a layer is through when the "

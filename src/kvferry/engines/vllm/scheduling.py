@@ -137,10 +137,31 @@ class SchedulerSide:
 
     def came_in(self, request: Request) -> None:
         """Takes a request that has just come in, before it is scheduled: its cache is kept for it from now on."""
+        self._choose_one_way(request)
         self._expect(request)
         self._shorten(request)
         if request.kv_transfer_params:
             self._are_conditions_known(request, self._sent_tokens(request))  # they are found out from now on
+
+    def _choose_one_way(self, request: Request) -> None:
+        """Leaves to a request what it may be: its parameters come from a client, who may say anything.
+
+        One that is fetched was not shortened here, whatever it says. Where there is recurrent state, what was fetched
+        is that of the whole prompt but its end, and cannot be sent on as that of a prompt without this end.
+        """
+        params = request.kv_transfer_params
+        if not (self._may_receive and params and params.get("do_remote_prefill")):
+            return
+        if _SHORTENED in params:
+            params = request.kv_transfer_params = {key: params[key] for key in params if key != _SHORTENED}
+        if self._has_state and self._may_send and params.get("do_remote_decode"):
+            log.error(
+                "request %s is computed here: it is to be fetched and to be sent on (do_remote_prefill and "
+                "do_remote_decode), and recurrent state that was fetched cannot be",
+                request.request_id,
+            )
+            self.log.not_received()
+            _settled(request)
 
     def _shorten(self, request: Request) -> None:
         """Ends a prompt that is to be sent where what is sent ends, where there is recurrent state.
@@ -152,10 +173,10 @@ class SchedulerSide:
             return
         if _is_shortened(request) or request.num_prompt_tokens <= count or request.get_skip_reading_prefix_cache():
             return  # the decode side computes the prompt of the last kind itself
-        if request.prompt_token_ids is not None:
-            request.prompt_token_ids = request.prompt_token_ids[:-count]  # other choices may have the same list
-        elif request.prompt_embeds is not None:
-            request.prompt_embeds = request.prompt_embeds[:-count]
+        for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):  # a mixed prompt has all
+            part = getattr(request, name, None)
+            if part is not None:
+                setattr(request, name, part[:-count])  # other choices may have the same list
         del request._all_token_ids[-count:]
         request.num_prompt_tokens -= count
         request.max_tokens = 1
