@@ -99,11 +99,26 @@ def test_a_message_that_is_taken_back_before_it_comes_does_not_count():
     assert not there.take_back(2)
 
 
-def test_what_a_stranger_takes_back_takes_no_memory():
+def test_what_waits_for_the_window_is_taken_back_too(monkeypatch: pytest.MonkeyPatch):
+    """Its pages come back with the answer: if it counted later, they would be written to."""
+    monkeypatch.setattr(reliable_channel, "WINDOW", 2)
+    here, there = ReliableChannel(7), ReliableChannel(7)
+    sent = [message for text in "abcd" for message in here.send(body(text))]
+    assert numbers(sent) == [1, 2]
+    assert there.take_back(4)
+    for message in sent:
+        there.receive(message)
+    third, fourth = here.acknowledged(2)
+    assert texts(there.receive(third)) == ["c"]
+    assert there.receive(fourth) == []
+
+
+def test_what_a_stranger_takes_back_takes_little_memory(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reliable_channel, "_MOST_TAKEN_BACK", 10)
     there = ReliableChannel(7)
-    for number in range(reliable_channel.WINDOW + 1, reliable_channel.WINDOW + 100):
+    for number in range(1, 100):
         there.take_back(number)
-    assert not there.taken_back
+    assert len(there.taken_back) == 10
 
 
 def test_an_acknowledgement_is_owed_after_a_part_of_the_window(monkeypatch: pytest.MonkeyPatch):

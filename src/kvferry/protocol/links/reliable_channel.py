@@ -24,8 +24,11 @@ from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.messages import Numbered, Ping, Pong
 
 WINDOW = 1 << 14
-"""Most messages that are on their way without having been acknowledged; more wait. As many rooms as may be open by
-default can fail at once, and none waits."""
+"""Most messages that are on their way without having been acknowledged; more wait."""
+
+_MOST_TAKEN_BACK = 1 << 16
+"""Of how many messages that have not come it is remembered that they are not to: as many rooms may be open by default,
+and each can be taken back, also while its open request waits for the window. Beyond it is remembered by the room."""
 
 _ACKNOWLEDGED_UNASKED = WINDOW // 4
 """Received messages after which an acknowledgement does not wait for a heartbeat."""
@@ -88,7 +91,7 @@ class ReliableChannel:
         """Has a message that has not come yet dropped when it does. Returns False if it has come."""
         if number <= self.received:
             return False
-        if number <= self.received + WINDOW:  # no other can have been sent
+        if len(self.taken_back) < _MOST_TAKEN_BACK:
             self.taken_back.add(number)
         return True
 
