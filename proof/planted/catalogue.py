@@ -1547,6 +1547,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_calibration.py",
     ),
     PlantedFault(
+        "what was read when its blocks were cleared for others counts as sent",
+        "engines/vllm/outgoing.py",
+        "was_read = self._is_told_late and name in self._leaving",
+        "was_read = False",
+        "tests/unit/engines/test_vllm_outgoing.py",
+    ),
+    PlantedFault(
         "a mixed prompt keeps the length of its embeddings",
         "engines/vllm/scheduling.py",
         'for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):',

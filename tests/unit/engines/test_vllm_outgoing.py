@@ -225,6 +225,41 @@ def test_a_preemption_while_pages_are_read_fails_the_request(outgoing: OutgoingR
     assert len(sender.aborted) == 1
 
 
+@pytest.fixture
+def told_late() -> Iterator[OutgoingRequests]:
+    """As with vLLM's second model runner, where blocks are cleared for others before a preemption is told of."""
+    made = OutgoingRequests(is_told_late=True)
+    yield made
+    made.close()
+
+
+def test_told_late_a_preemption_fails_what_was_read_since_the_last_step(told_late: OutgoingRequests):
+    """It may have been read when the blocks were cleared for others already."""
+    sender = Sender()
+    add(told_late, sender, 0, 7, 8)
+    told_late.preempt({"r"})
+    assert len(sender.aborted) == 1
+
+
+def test_told_late_a_preemption_spares_what_was_read_before(told_late: OutgoingRequests):
+    sender = Sender(is_at_rest=False)
+    add(told_late, sender, 0, 7, 8)
+    told_late.step_ended()
+    sender.is_at_rest = True
+    told_late.step_ended()
+    told_late.preempt({"r"})
+    assert not sender.aborted
+
+
+def test_told_late_a_preemption_fails_what_was_still_read_when_the_last_step_ended(told_late: OutgoingRequests):
+    sender = Sender(is_at_rest=False)
+    add(told_late, sender, 0, 7, 8)
+    told_late.step_ended()
+    sender.is_at_rest = True
+    told_late.preempt({"r"})
+    assert len(sender.aborted) == 1
+
+
 def test_the_first_pages_of_a_window_are_not_those_of_the_request(outgoing: OutgoingRequests):
     sender = Sender()
     add(outgoing, sender, 5, 7, 8)

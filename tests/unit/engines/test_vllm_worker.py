@@ -285,7 +285,8 @@ def test_a_room_that_cannot_be_opened_to_send_is_counted_as_such(prefill: tuple[
 class Outgoing:
     """Notes what it is given."""
 
-    def __init__(self, ranges: LayerRanges, bind_thread: Callable[[], None]) -> None:
+    def __init__(self, ranges: LayerRanges, bind_thread: Callable[[], None], *, is_told_late: bool) -> None:
+        assert not is_told_late
         self.ranges = ranges
         self.bind_thread = bind_thread
         self.given: list[int | str] = []
@@ -298,6 +299,9 @@ class Outgoing:
 
     def give_up(self, request: str, reason: str) -> None:
         self.given.append(reason)
+
+    def step_ended(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

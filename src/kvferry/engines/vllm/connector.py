@@ -201,6 +201,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             else None,
             layer_numbers=numbers_in_turn(kv_caches, model) if self._sends_layers else None,
             drain_timeout_s=drain_timeout_s(self._settings, getattr(self._vllm_config, "shutdown_timeout", 0)),
+            is_told_late=bool(getattr(self._vllm_config, "use_v2_model_runner", False)),
         )
 
     def _fingerprint(self, model: ModelShape) -> dict[str, str]:

@@ -229,13 +229,19 @@ class OutgoingRequests:
         self,
         ranges: LayerRanges = LayerRanges(),  # noqa: B008 - immutable
         bind_thread: Callable[[], None] = lambda: None,
+        *,
+        is_told_late: bool = False,
     ) -> None:
         """Starts the thread that follows rooms. The one that waits for a device starts with its first fence.
 
         Args:
             ranges: of layers, that may leave one by one.
             bind_thread: makes the device the thread's that waits for it.
+            is_told_late: whether a step may write to a preempted request's blocks before this hears of it: vLLM's
+                second model runner clears and copies blocks first.
         """
+        self._is_told_late = is_told_late
+        self._leaving: set[str] = set()  # whose pages have left, and were still read when the last step ended
         self._bind_thread = bind_thread
         self._ranges = ranges
         self._requests: dict[str, _Request] = {}
@@ -316,7 +322,10 @@ class OutgoingRequests:
         self._hand_in(name, known)
 
     def preempt(self, requests: Iterable[str]) -> None:
-        """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read."""
+        """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read.
+
+        So it does with what was read until a moment ago where it is told too late: that may have been written to.
+        """
         with self._lock:
             for name in requests:
                 known = self._requests.get(name)
@@ -324,8 +333,18 @@ class OutgoingRequests:
                     continue
                 has_begun = known.has_begun
                 known.forget()
-                if has_begun or not known.sender.is_at_rest:
+                was_read = self._is_told_late and name in self._leaving
+                if has_begun or was_read or not known.sender.is_at_rest:
                     known.sender.abort("vLLM preempted the request while its pages were being read")
+
+    def step_ended(self) -> None:
+        """Takes that the device has a whole step queued: what is not read any more was read in time."""
+        with self._lock:
+            self._leaving = {name for name in self._leaving if not self._is_read_in_time(name)}
+
+    def _is_read_in_time(self, name: str) -> bool:
+        known = self._requests.get(name)
+        return known is None or known.sender.is_at_rest
 
     def give_up(self, request: str, reason: str) -> None:
         """Aborts a request that is not needed any more."""
@@ -408,6 +427,8 @@ class OutgoingRequests:
                     layers=self._ranges.layers(first.left, first.computed) if known.leaves_in_part else None,
                 )
                 known.left(batches)
+                if self._is_told_late:
+                    self._leaving.add(name)
         except QueueFullError:
             return  # the room calls back when it takes more
         except KVFerryError as error:

@@ -104,6 +104,7 @@ class WorkerSide:
         loaded_blocks: LoadedBlocks | None = None,
         layer_numbers: Mapping[str, int] | None = None,
         drain_timeout_s: float | None = None,
+        is_told_late: bool = False,
     ) -> None:
         """Registers the caches and starts what is needed.
 
@@ -121,6 +122,7 @@ class WorkerSide:
             layer_numbers: by the name that vLLM tells when the model is through with a layer, its number; None if
                 layers leave with their step alone.
             drain_timeout_s: how long rooms may stay open once the engine takes no new requests.
+            is_told_late: as in `OutgoingRequests`.
 
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
@@ -141,6 +143,7 @@ class WorkerSide:
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
             log.warning(_ONE_RANGE, settings.layer_ranges)
         self._step = _Progress()
+        self._is_told_late = is_told_late
         prefill = partial(PrefillEndpoint, instance=instance) if sends else None
         given = {"engine": engine, "coordinates": coordinates, "settings": settings, "fingerprint": fingerprint}
         try:
@@ -161,7 +164,9 @@ class WorkerSide:
             # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any
             # other thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
             self.prefill = prefill(layout, announces=layout.device.kind is not MemoryKind.VRAM, **given)
-            self.outgoing = OutgoingRequests(self._ranges, partial(bind_thread, layout.device))
+            self.outgoing = OutgoingRequests(
+                self._ranges, partial(bind_thread, layout.device), is_told_late=self._is_told_late
+            )
         if decode is not None:
             self.decode = decode(layout, **given)
 
@@ -257,6 +262,8 @@ class WorkerSide:
         Args:
             fence: of the step; None if it is done.
         """
+        if self.outgoing is not None:
+            self.outgoing.step_ended()
         for sending in step.send:
             self.send(sending, fence)
         self._step = _Progress()
