@@ -1554,6 +1554,13 @@ CATALOGUE = (
         "tests/unit/engines/test_vllm_outgoing.py",
     ),
     PlantedFault(
+        "an error of a launch does not wait for the one before it",
+        "staging/gpu.py",
+        "        finally:\n            stream.synchronize()",
+        "        except ZeroDivisionError:\n            raise\n        stream.synchronize()",
+        "tests/unit/staging/test_order_on_device.py",
+    ),
+    PlantedFault(
         "a mixed prompt keeps the length of its embeddings",
         "engines/vllm/scheduling.py",
         'for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):',

@@ -151,14 +151,16 @@ class GpuKernels(Kernels):
         return found
 
     def run(self, copies: Sequence[CopyLaunch], address: int) -> None:
-        """Launches what is copied at a time, and waits for all of it."""
+        """Launches what is copied at a time, and waits for all of it, also for what was launched before an error."""
         if not copies:
             return
         stream = self._streams.own()
-        for copy in copies:
-            where = copy.address + address
-            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))
-        stream.synchronize()
+        try:
+            for copy in copies:
+                where = copy.address + address
+                stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))
+        finally:
+            stream.synchronize()
 
 
 class _GpuGathers(Gathers):

@@ -23,6 +23,7 @@ from kvferry.layout import Region
 from kvferry.plan.lowering import PageSteps
 from kvferry.plan.packing import BlockShape, PackedSide
 from kvferry.staging.gpu import GpuKernels
+from kvferry.staging.kernels import PackedBlocks
 
 SOME = ranges_of(np.array([4096]), 64)
 OTHERS = ranges_of(np.array([8192]), 64)
@@ -218,6 +219,31 @@ def test_a_chunk_that_is_better_aligned_than_all_that_there_are_need_not_compile
         kernels.gather(starts, side.shape, base + 2048)
     assert device.counts.compiled == {(8, 0, True), (16, 0, True)}
     assert not device.counts.compiled_late
+
+
+def test_an_error_waits_for_what_was_launched_before_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch):
+    """Else pages and spans would come back under a kernel that goes on."""
+    tensor = np.zeros(4096, np.uint8)
+    base = tensor.ctypes.data + -tensor.ctypes.data % 64
+    accelerator = FakeAccelerator(device)
+    kernels = GpuKernels([Region(base, 1024)], accelerator)
+    starts = np.array([base])
+    blocks = [PackedBlocks(starts, BlockShape((), length), offset) for length, offset in ((16, 0), (32, 64))]
+    accelerator.bind_thread()
+    stream_class = type(accelerator.stream())
+    launch, launched = stream_class.launch, list[int]()
+
+    def fails_at_the_second(stream: Any, copy: Any) -> None:
+        launched.append(copy.length)
+        if len(launched) > 1:
+            raise RuntimeError("no such kernel")
+        launch(stream, copy)
+
+    monkeypatch.setattr(stream_class, "launch", fails_at_the_second)
+    before = device.counts.synchronizations
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        kernels.scatter_all(base + 2048, blocks)
+    assert (launched, device.counts.synchronizations - before) == ([16, 32], 1)
 
 
 def test_calls_a_sub_chunk(kvferry_registry_url: str):
