@@ -236,13 +236,13 @@ class NixlTransport(Transport):
                     self._agent.invalidateRemoteMD(name)
                     raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
                 self._agent.makeConnection(name, [self._backend])
+                with self._lock:
+                    theirs = RegisteredMemory(peer.name, peer.device, peer.regions)
+                    self._tie_lanes(peer.name, theirs)
+                    self._peers[peer.name] = theirs
         except TransportError:
             self._invalidate(peer.name)  # NIXL keeps what it loaded before it failed, and would refuse the next try
             raise
-        with self._lock:
-            theirs = RegisteredMemory(peer.name, peer.device, peer.regions)
-            self._tie_lanes(peer.name, theirs)
-            self._peers[peer.name] = theirs
         return peer.name
 
     def _tie_lanes(self, peer: str, theirs: RegisteredMemory) -> None:
@@ -252,10 +252,10 @@ class NixlTransport(Transport):
         """
         if self._are_lanes_tied or not len(self._memory) or not len(theirs):
             return
-        self._are_lanes_tied = True
         source, address = Region(self._memory.regions[0].address, 1), theirs.regions[0].address
         for lane in self._lanes:
             self._agent.releaseXferReq(lane.submit(self._request, source, peer, theirs, address).result())
+        self._are_lanes_tied = True
 
     def disconnect(self, peer: str) -> None:
         with self._lock:
