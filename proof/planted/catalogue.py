@@ -1540,6 +1540,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
+        "a connection through which a refusal was told stays",
+        "endpoint/decode/refused_rooms.py",
+        "        if self._connections.are_some_unused:",
+        "        if self._connections.are_some_unused and not now:",
+        "tests/unit/endpoint/test_refusals.py",
+    ),
+    PlantedFault(
         "a measuring write that fails is kept",
         "endpoint/runtime/calibration.py",
         "            self._transport.release(transfer)  # it has failed, and is over",

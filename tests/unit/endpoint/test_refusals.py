@@ -105,6 +105,21 @@ def test_a_room_that_the_decode_caller_gives_up_while_it_connects_ends_there_too
     assert_ended_soon(open_all(late, 1), "the client went away")
 
 
+def test_a_connection_through_which_a_refusal_was_told_is_closed_when_all_know(engines: Callable[..., Engines]):
+    """The rank may be found at another address next, and nobody would close it any more."""
+    both = engines(heartbeat_interval_s=0.1, bootstrap_timeout_s=60.0)
+    name = new_engine_name("half")
+    prefill = both.prefill(Model(), Shape(tp=2), name=name, ranks=[1])
+    decode = both.decode(Model()).endpoints[0]
+    senders, lines = open_all(prefill, 1), probe(decode).links.connections.lines
+    receiver = decode.open(1, [0], engine=name)
+    eventually("the engine was looked up", lambda: any(link.problem for link in probe(decode).links.current))
+    receiver.abort("the client went away")
+    assert_ended_soon(senders, "the client went away")
+    eventually("the connection is closed", lambda: not lines)
+    assert probe(decode).links.current, "the link still waits for the other rank"
+
+
 def test_where_nobody_was_found_nothing_is_left_to_tell(engines: Callable[..., Engines]):
     decode = engines(bootstrap_timeout_s=0.2).decode(Model()).endpoints[0]
     receiver = decode.open(1, [0], engine=new_engine_name("missing"))

@@ -8,6 +8,7 @@ is like any other break; a rank that is frozen or dead gets a few connections mo
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from kvferry.control.ends import ConnectingEnd, Connection
@@ -162,6 +163,16 @@ class Connections:
         """Closes all. May be called again."""
         for address in list(self.lines):
             self.hang_up(address)
+
+    def hang_up_unused(self, named: Collection[str]) -> None:
+        """Closes connections that no link uses, but for those that are named."""
+        for address in [address for address, line in self.lines.items() if not line.links and address not in named]:
+            self.hang_up(address)
+
+    @property
+    def are_some_unused(self) -> bool:
+        """Whether there are connections that no link uses."""
+        return not all(line.links for line in self.lines.values())
 
     def hang_up(self, address: str) -> None:
         """Sends a close message and closes the connection."""

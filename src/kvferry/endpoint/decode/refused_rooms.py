@@ -155,6 +155,9 @@ class Refusals:
                 self.forget(room)
             elif refusal.again.is_due(now, at_once=at_once):
                 self._tell(refusal)
+        if self._connections.are_some_unused:  # of ranks that have answered, or are not found there any more
+            told = {each.control_address for refusal in self.unheard.values() for each in refusal.unanswered}
+            self._connections.hang_up_unused(told)
 
     def forget(self, room: int) -> None:
         """Stops telling that a room was refused: all know, or its number is used again."""
