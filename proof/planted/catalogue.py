@@ -265,17 +265,15 @@ CATALOGUE = (
     PlantedFault(
         "what is gathered is written before it is, and room reported before its pages are filled",
         "staging/gpu.py",
-        "            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))\n"
-        "        stream.synchronize()\n",
-        "            stream.launch(replace(copy, address=where, alignment=alignment_of(copy.alignment, where)))\n",
+        "        finally:\n            stream.synchronize()",
+        "        finally:\n            pass",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
         "the consumer goes on before its pages are filled: only what is gathered is waited for",
         "staging/gpu.py",
-        "alignment=alignment_of(copy.alignment, where)))\n        stream.synchronize()",
-        "alignment=alignment_of(copy.alignment, where)))\n        if copies[0].is_gather:\n            "
-        "stream.synchronize()",
+        "        finally:\n            stream.synchronize()",
+        "        finally:\n            if copies[0].is_gather:\n                stream.synchronize()",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(
