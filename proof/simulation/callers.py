@@ -129,12 +129,12 @@ class Callers:
     def _stands_for_another(self, room: int, process: Process, decode: Engine) -> bool:
         """Whether a prefill rank takes a number for an earlier use, of which its predecessor may have been a part.
 
-        It keeps a refusal of that, or has just sent it to another decode engine.
+        It keeps a refusal or an open request of that, or has just sent it to another decode engine.
         """
         assert isinstance(process.endpoint, PrefillEndpoint)
         table = probe(process.endpoint).table
         names = [rank.endpoint.transport.endpoint_name for rank in decode.ranks]
-        return table.holds(room) or any(table.sent_elsewhere(room, name) for name in names)
+        return table.holds(room) or room in table.pending or any(table.sent_elsewhere(room, name) for name in names)
 
     def _queue(self, request: Request) -> None:
         """Has a request wait on the decode side for longer than the prefill side would wait for it."""
