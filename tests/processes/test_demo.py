@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 from tests.support.checkpoints import save_checkpoint
 from tests.support.commands import CommandProcess, kvferry
+from tests.support.real_transport import skip_unless_installed
+
+skip_unless_installed()
 
 UNLIKE_PAGES = (
     "--prefill-tp 2 --decode-tp 1 --arch gemma3 --decode-layout hnd "
