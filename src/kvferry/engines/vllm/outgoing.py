@@ -339,6 +339,8 @@ class OutgoingRequests:
 
     def step_ended(self) -> None:
         """Takes that the device has a whole step queued: what is not read any more was read in time."""
+        if not self._leaving:  # most steps wait for no other thread; what leaves just now is looked at after the next
+            return
         with self._lock:
             self._leaving = {name for name in self._leaving if not self._is_read_in_time(name)}
 
