@@ -23,7 +23,7 @@ from kvferry.control.credentials import Credentials
 from kvferry.control.etcd import registry as etcd_registry
 from kvferry.control.etcd.address import EtcdAccess
 from kvferry.control.etcd.registry import EtcdRegistry
-from kvferry.control.registry import Registry
+from kvferry.control.registry import OnChange, Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
 from kvferry.errors import (
@@ -402,6 +402,22 @@ def test_a_keeper_waits_until_an_earlier_start_with_another_layout_is_forgotten(
             assert keeper.registered.wait(PATIENCE_S)
             assert new.engine("prefill").registrations == (restarted,)
     assert [type(each) for each in problems] == [RegistrationRefusedError]
+
+
+def test_a_keeper_keeps_on_where_changes_cannot_be_watched(kind: Kind):
+    problems: list[Exception] = []
+    with kind.client() as old, kind.client() as new:
+        old.register(rank(1))
+        watch = new.watch
+
+        def breaks_once(changed: OnChange) -> None:
+            new.watch = watch  # type: ignore[method-assign]
+            raise RuntimeError("no more threads")
+
+        new.watch = breaks_once  # type: ignore[method-assign]
+        with LeaseKeeper(new, rank(0, incarnation="second", layout_digest="other"), problems.append) as keeper:
+            assert keeper.registered.wait(PATIENCE_S)
+    assert {type(each) for each in problems} == {RegistrationRefusedError, RuntimeError}
 
 
 def test_many_keepers_share_one_client(client: Registry):

@@ -520,11 +520,19 @@ class LeaseKeeper:
         while not self._closing.is_set():
             wait_s = self.renew()
             if not self.registered.is_set() and not self._is_watching:
-                self._is_watching = True
-                self._client.watch(self._changed)
+                self._watch()
             self._wait(wait_s)
             self.woken.clear()
         self.remove()
+
+    def _watch(self) -> None:
+        """Has changes told, from now on or, where that fails, from the next try on."""
+        try:
+            self._client.watch(self._changed)
+        except Exception as error:
+            self._report(error)
+        else:
+            self._is_watching = True
 
     def _wait(self, wait_s: float) -> None:
         """Waits so long, or until the keeper is woken, or the registry seems to have restarted."""

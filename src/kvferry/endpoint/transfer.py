@@ -46,7 +46,7 @@ class Transfer:
         self.error = None
         self._ended: Future[None] = Future()
         self._reusable = threading.Event()
-        self._change_callbacks: tuple[Callable[[], None], ...] = ()
+        self._change_callbacks: list[Callable[[], None]] = []  # only ever longer, from any thread
 
     @property
     def pages_reusable(self) -> bool:
@@ -103,7 +103,7 @@ class Transfer:
                 the status; no transfer waits for it. What it raises is logged, and changes nothing. It may call
                 whatever other threads may, `close` of the endpoint too.
         """
-        self._change_callbacks += (callback,)
+        self._change_callbacks.append(callback)
         self._callbacks.start()
 
     def _changed(self) -> None:
@@ -114,7 +114,7 @@ class Transfer:
 
     def _call_back(self) -> None:
         self._will_call_back = False  # first: what changes from now on is for the next time
-        for callback in self._change_callbacks:
+        for callback in tuple(self._change_callbacks):
             self._callbacks.call(callback, self.room)
 
     def _update(self, state: TransferState, error: KVFerryError | None, *, pages_reusable: bool) -> None:

@@ -431,6 +431,23 @@ def test_memory_that_cannot_be_given_back_is_told_to_whoever_closes(pair: Callab
     requests.prefill.endpoints[0].close()  # once is enough
 
 
+def test_memory_is_given_back_where_the_connections_cannot_be_closed(pair: Callable[..., Requests]):
+    requests = pair()
+    endpoint, given_back = requests.prefill.endpoints[0], []
+    transport, listening = requests.prefill.transports[0], probe(endpoint).driver.channel.connection
+    close, close_connections = transport.close, listening.close
+
+    def breaks() -> None:
+        close_connections()
+        raise OSError("planted")
+
+    listening.close = breaks  # type: ignore[method-assign]
+    transport.close = lambda: given_back.append(close())  # type: ignore[method-assign]
+    with pytest.raises(OSError, match="planted"):
+        endpoint.close()
+    assert given_back == [None]
+
+
 @pytest.mark.parametrize("fails_at", range(1, 8))
 def test_an_endpoint_whose_threads_cannot_start_leaves_nothing(registry_url: str, fails_at: int):
     class Platform(SystemPlatform):

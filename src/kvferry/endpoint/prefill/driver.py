@@ -263,8 +263,8 @@ class PrefillDriver(Loop):
         self.waker.stop()
         self.callbacks.stop()
         try:
-            self.channel.connection.close()
-            self.context.transport.close()
+            with contextlib.closing(self.context.transport):
+                self.channel.connection.close()
         except Exception as error:  # for `close` to raise
             self._release_error = error
             if self.answers.is_lingering:
