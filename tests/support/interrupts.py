@@ -36,8 +36,8 @@ def interrupted_at(nth: int, call: Callable[[], object]) -> bool:
     """Interrupts a call as Ctrl-C would, the n-th time that Python looks for a signal. Returns whether it got there.
 
     It looks when a function begins, and when one that is written in C has returned: never between the last step under
-    a lock and the lock's release. Conditions of the standard library cannot bear that, and are left alone. Nothing is collected
-    meanwhile: Python drops what is raised by a callback of its collector (Hypothesis has one), a Ctrl-C too.
+    a lock and the lock's release. Conditions of the standard library cannot bear that, and are left alone. Nothing is
+    collected meanwhile: Python drops what a callback of its collector raises (Hypothesis has one), a Ctrl-C too.
     """
     looks = 0
 

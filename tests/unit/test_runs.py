@@ -65,4 +65,4 @@ def test_a_person_types_eight_targets_and_make_names_them():
 
 def test_make_test_all_is_made_of_all_parts_but_those_that_have_no_end_or_need_more():
     (parts,) = re.findall(r"tests\.runs (full .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(PARTS) - set(parts.split()) == {"quick", "older", "long", "gpu"}
+    assert set(PARTS) - set(parts.split()) == {"quick", "engines", "older", "long", "gpu"}

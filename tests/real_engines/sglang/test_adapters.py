@@ -17,7 +17,7 @@ from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
 from tests.real_engines.sglang.unpinned import install
 from tests.real_engines.vllm.adapters import write_adapter
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from tests.real_engines.sglang.engine import EngineProcess, Shape
 from tests.real_engines.sglang.pairs import TOKENS, Pair, assert_equal
 from tests.support.real_transport import skip_unless_installed
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 def test_mooncake_carries_the_same_tokens(tmp_path: Path):

@@ -176,6 +176,7 @@ def test_another_salt_on_one_side_is_refused_by_name(pair: Pair, undivided: Engi
             assert ["another cache salt" in (each.error or "") for each in answers] == [True, True], answers
 
 
+@pytest.mark.full
 def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: Path):
     other = pair.begin_decode(write("llama", tmp_path / "model", seed=12)).started()
     try:
@@ -190,6 +191,7 @@ def test_another_checkpoint_of_the_same_shape_is_refused(pair: Pair, tmp_path: P
         other.close()
 
 
+@pytest.mark.full
 def test_another_type_of_cache_is_refused_and_both_sides_end(pair: Pair, undivided: EngineProcess):
     """The decode server refuses before it opens a room; the prefill server has opened its own."""
     other = pair.begin_decode(kv_cache_dtype="bfloat16")
@@ -226,6 +228,7 @@ def test_a_prefill_engine_that_is_killed_fails_its_requests_soon_and_comes_back(
     assert_equal(pair.run(given), undivided.generate(given, TOKENS))
 
 
+@pytest.mark.full
 def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp_path: Path):
     # With what may be set for SGLang's own backends, and would have its scheduler do what is of no use here.
     of_others = {"SGLANG_DISAGG_STAGING_BUFFER": "1", "SGLANG_MOONCAKE_CUSTOM_MEM_POOL": "INTRA_NODE_NVLINK"}
@@ -246,15 +249,18 @@ def test_kvferry_in_the_place_of_nixl(model: Path, undivided: EngineProcess, tmp
         both.close()
 
 
+@pytest.mark.full
 def test_pipeline_stages_on_the_prefill_side(undivided: EngineProcess, model: Path):
     """Without SGLang's own checksums, which are of one stage's bytes."""
     check_stages(model, undivided, "prefill")
 
 
+@pytest.mark.full
 def test_pipeline_stages_on_the_decode_side(undivided: EngineProcess, model: Path):
     check_stages(model, undivided, "decode")
 
 
+@pytest.mark.full
 def test_replicas_on_both_sides(model: Path, undivided: EngineProcess, tmp_path: Path):
     """Plain --dp-size: rooms choose among them."""
     bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}

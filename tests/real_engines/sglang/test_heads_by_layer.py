@@ -21,7 +21,7 @@ from tests.real_engines.sglang.windows import install
 
 from kvferry.applications.up.supervision import free_ports
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 TOKENS = 12
 ROOMS = count(5000)

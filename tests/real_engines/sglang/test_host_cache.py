@@ -11,7 +11,7 @@ from tests.real_engines.sglang import host_cache
 from tests.real_engines.sglang.engine import EngineProcess, Shape
 from tests.real_engines.sglang.pairs import TOKENS, Pair, assert_equal
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 POOL_TOKENS = 1024
 """Of the prefill engine's device: one long prompt drives the one before into host memory."""

@@ -26,7 +26,7 @@ from tests.real_engines.sglang.pairs import ROOMS, TOKENS, assert_equal, refuse_
 
 from kvferry.applications.up.supervision import free_ports
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(900)]
 
 MOST_TOKENS = 1024
 """What a decode engine's pool has: too little for all that the tests' prompts generate."""

@@ -12,7 +12,7 @@ from tests.real_engines.sglang import main_memory
 from tests.real_engines.sglang.engine import EngineProcess
 from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 STOCK_S = 60.0
 """SGLang's own limit on what its own backend waits for, which is 300 s by default."""

@@ -14,7 +14,7 @@ from tests.real_engines.sglang.processes import START_S, RankProcess
 from kvferry.applications.up.supervision import free_ports
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 Sides = tuple[list[RankProcess], list[RankProcess]]

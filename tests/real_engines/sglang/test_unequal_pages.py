@@ -10,7 +10,7 @@ from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape
 from tests.real_engines.sglang.pairs import TOKENS, Pair, assert_equal
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize(

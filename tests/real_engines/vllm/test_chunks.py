@@ -9,7 +9,7 @@ from examples.tiny_model import write
 from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

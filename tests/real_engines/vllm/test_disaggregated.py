@@ -87,6 +87,7 @@ def test_pages_leave_while_a_prompt_is_computed(engines: Engines):
     assert pair.prefill.ask("submitted_chunks") - before > 2 * len(each)
 
 
+@pytest.mark.full
 def test_pages_leave_so_too_where_a_gateway_names_the_transfer_to_both(engines: Engines):
     pair = Pair(engines.prefill("prefill-chunked", step_tokens=64), engines.decode("decode"))
     each = prompts(9, 3, shortest=300)
@@ -107,6 +108,7 @@ def test_layers_leave_while_the_next_ones_are_computed(engines: Engines):
     assert pair.prefill.ask("chunks_of_some_layers") - before > 2 * 3 * len(each)
 
 
+@pytest.mark.full
 def test_layers_that_leave_before_they_are_computed_change_the_tokens(engines: Engines):
     pair = Pair(engines.prefill("prefill-layers", step_tokens=64, settings=LAYERS), engines.decode("decode"))
     each = prompts(42, 4, shortest=200)
@@ -118,6 +120,7 @@ def test_layers_that_leave_before_they_are_computed_change_the_tokens(engines: E
     assert [output.tokens for output in outputs] != right
 
 
+@pytest.mark.full
 def test_another_transport_carries_the_same_tokens_and_both_sides_must_have_it(engines: Engines):
     skip_unless_installed("mooncake")
     over = {"transport": "mooncake"}
@@ -283,6 +286,7 @@ def check_choices(engines: Engines, pair: Pair, prompt: Sequence[int], output: O
     assert output.choices == expected, pair.said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("decode", ["decode", "decode-recompute"], ids=["prefix cache", "no prefix cache"])
 def test_three_choices_share_one_cache(engines: Engines, decode: str):
     """Asked for at once or one server after the other; on the decode side one choice fetches it for all."""
@@ -301,6 +305,7 @@ def test_three_choices_share_one_cache(engines: Engines, decode: str):
     assert pair.said == said, "something went wrong on the way"
 
 
+@pytest.mark.full
 def test_choices_are_computed_from_what_was_copied(engines: Engines):
     """What the test above asserts can fail."""
     pair = Pair(engines.prefill("prefill"), engines.decode("decode-recompute", policy="recompute"))
@@ -313,6 +318,7 @@ def test_choices_are_computed_from_what_was_copied(engines: Engines):
         pair.decode.ask("heal")
 
 
+@pytest.mark.full
 def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines, tmp_path: Path):
     storage = {
         "kv_connector": "ExampleConnector",
@@ -356,6 +362,7 @@ def and_a_turn_more(each: Sequence[Sequence[int]]) -> list[list[int]]:
     ]
 
 
+@pytest.mark.full
 def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: Engines, tmp_path: Path):
     """A prefill server sends what it has back from host memory, and a decode server keeps there what it was sent."""
     kept, received = tmp_path / "prefill", tmp_path / "decode"
@@ -373,6 +380,7 @@ def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: En
     assert pair.free_blocks() == free
 
 
+@pytest.mark.full
 def test_a_request_that_another_connector_loads_is_not_fetched(engines: Engines, tmp_path: Path):
     """One that stands before ours on a decode server: the prefill server is told, and gives the blocks back."""
     host = tmp_path / "decode"
@@ -390,6 +398,7 @@ def test_a_request_that_another_connector_loads_is_not_fetched(engines: Engines,
     eventually("every block is back on both sides", lambda: pair.free_blocks() == free)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("settings", [{}, LAYERS], ids=["whole steps", "layers"])
 def test_requests_that_are_preempted_while_they_are_sent_end_well_or_are_computed_again(
     engines: Engines, settings: dict[str, int]
@@ -426,6 +435,7 @@ def test_a_request_that_is_preempted_after_its_last_step_was_scheduled_is_comput
     assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
+@pytest.mark.full
 def test_a_request_whose_pages_are_read_when_it_is_preempted_ends_on_both_sides(engines: Engines):
     """The decode engine has asked for it, so that pages leave as they are computed."""
     pair = Pair(

@@ -15,7 +15,7 @@ from tests.real_engines.prompts import prompts
 from tests.real_engines.vllm.engine import EngineProcess
 from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 DRAFTED = 3
 """Tokens that are drafted at a time."""

@@ -17,7 +17,7 @@ from tests.real_engines.vllm.pairs import COUNT, Engines, Pair
 from kvferry.engines.vllm.identity import Platform, content_order
 from kvferry.engines.vllm.parameters import ROOM
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 _rooms = itertools.count(1_000_000)
 

@@ -17,7 +17,7 @@ from tests.support.pods import image_of_this_environment, running
 from kvferry.applications.up.dialects import VllmDialect
 from kvferry.applications.up.servers import Server
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(900)]
 
 READY_S = 500.0
 PREFILL = Server("http://prefill-0.prefill:8000", "prefill-0")

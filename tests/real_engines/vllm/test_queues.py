@@ -12,7 +12,7 @@ from tests.real_engines.vllm.engine import EngineProcess
 from tests.real_engines.vllm.pairs import Engines, Pair
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 HOLD_S = 3.0
 SETTINGS = {"bootstrap_timeout_s": HOLD_S}

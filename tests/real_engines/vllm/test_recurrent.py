@@ -19,7 +19,7 @@ from kvferry.applications.up.supervision import free_ports
 GATED_DELTA_NET: dict[str, Any] = {"dtype": "bfloat16", "pool_mib": 128}
 """vLLM's kernels for gated delta nets compute nothing else on a CPU."""
 
-pytestmark = [pytest.mark.servers, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.servers, pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(
