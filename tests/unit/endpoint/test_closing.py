@@ -433,7 +433,8 @@ def test_memory_that_cannot_be_given_back_is_told_to_whoever_closes(pair: Callab
 
 def test_memory_is_given_back_where_the_connections_cannot_be_closed(pair: Callable[..., Requests]):
     requests = pair()
-    endpoint, given_back = requests.prefill.endpoints[0], []
+    endpoint = requests.prefill.endpoints[0]
+    given_back: list[None] = []
     transport, listening = requests.prefill.transports[0], probe(endpoint).driver.channel.connection
     close, close_connections = transport.close, listening.close
 
