@@ -1651,6 +1651,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_admission.py",
     ),
     PlantedFault(
+        "who was overtaken at a receiver that is full by now is taken for next in line",
+        "endpoint/prefill/admission.py",
+        " or not self._fits_lane(lane, first.need):\n                heapq",
+        ":\n                heapq",
+        "tests/unit/endpoint/test_admission.py",
+    ),
+    PlantedFault(
         "nobody is next where the first in line gives up",
         "endpoint/prefill/admission.py",
         "                return\n            self._line_up(receiver, lane)\n",

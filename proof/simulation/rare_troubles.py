@@ -226,7 +226,11 @@ class RareTroubles:
             writes = [each for each in self._adversary.of_the_living() if each.source is loss.source]
             writes = [each for each in writes if each.target is connection.target]
             loss.is_met = loss.is_met or bool(writes)
-            if not loss.is_met and not self._waits_for_ring(loss.source, name):
+            if self._waits_for_ring(loss.source, name):  # which posts nothing, and meets no break
+                self._adversary.excuse_those_with(
+                    self._world.process_of(connection.target), "its ring's words are lost"
+                )
+            elif not loss.is_met:
                 continue
             self.excuse_once(loss, is_known=False)
             if loss.is_met and now >= self._breaks_at.setdefault(connection, now + WAITS.peer_s):

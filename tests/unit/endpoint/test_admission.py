@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from threading import Event
 
@@ -142,6 +143,18 @@ def test_who_was_passed_by_one_that_gave_up_is_admitted(admission: Admission):
     assert counts(waits) == [1]
 
 
+def test_who_was_overtaken_waits_for_room_and_holds_up_nobody_who_writes_to_another(admission: Admission):
+    others = [Room(admission, f"d{number}", 5) for number in (1, 2)]
+    overtaken, overtaker = (Room(admission, "d0", size, due_at=due_at) for size, due_at in ((5, 2.0), (2, 1.0)))
+    elsewhere = Room(admission, "d3", 2, due_at=3.0)
+    others[0].end()
+    assert counts(overtaker, overtaken, elsewhere) == [1, 0, 1]
+    others[1].end()
+    assert counts(overtaken) == [0], "more than its receiver's bound"
+    overtaker.end()
+    assert counts(overtaken) == [1]
+
+
 def test_who_waits_for_a_receiver_holds_up_nobody_who_writes_to_another(admission: Admission):
     stuck = Room(admission, "d0", 5, 5)
     assert counts(stuck) == [1]
@@ -181,6 +194,50 @@ def test_who_gives_up_in_front_of_the_line_for_all_lets_others_go_on(admission: 
     large, small = Room(admission, "d2", 5), Room(admission, "d2", 1)
     large.withdraw()
     assert counts(first, second, large, small) == [1, 1, 0, 1]
+
+
+class Waiting:
+    """Somebody who asks once."""
+
+    def __init__(self, receiver: str, size: int, due_at: float) -> None:
+        self.receiver, self.size, self.due_at = receiver, size, due_at
+        self.got: Admitted | None = None
+
+    def admitted(self, admitted: Admitted) -> None:
+        self.got = admitted
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_waits_for_room_that_is_there_and_nobody_gets_more_than_there_is(seed: int, admission: Admission):
+    """By an own account of who has what: whoever is due first, of the first at each receiver that has room, must go."""
+    chance = random.Random(seed)
+    waiting: list[Waiting] = []
+    moving: list[Waiting] = []
+    for _ in range(300):
+        if chance.random() < 0.5 and len(waiting) < 12:
+            asks = Waiting(f"d{chance.randrange(4)}", chance.randint(1, 6), float(chance.randrange(5)))
+            asks.got = admission.admit(asks.receiver, asks.size, asks, asks.due_at)
+            waiting.append(asks)
+        elif waiting and chance.random() < 0.2:
+            admission.withdraw((gives_up := chance.choice(waiting)).receiver, gives_up)
+            waiting.remove(gives_up)
+        elif moving:
+            ended = moving.pop(chance.randrange(len(moving)))
+            assert ended.got is not None
+            admission.give_back(ended.got)
+        moving += [each for each in waiting if each.got is not None]
+        waiting = [each for each in waiting if each.got is None]  # in the order in which they came
+        by_receiver = {
+            f"d{number}": [each.size for each in moving if each.receiver == f"d{number}"] for number in range(4)
+        }
+        assert all(sum(sizes) <= 5 or len(sizes) == 1 for sizes in by_receiver.values())
+        total = sum(each.size for each in moving)
+        assert total <= 10 or len(moving) == 1
+        in_turn = sorted(waiting, key=lambda each: each.due_at)
+        firsts = {each.receiver: each for each in reversed(in_turn)}.values()
+        has_room = [each for each in firsts if not (sizes := by_receiver[each.receiver]) or sum(sizes) + each.size <= 5]
+        due = min(has_room, key=in_turn.index, default=None)
+        assert due is None or total + due.size > 10, "waits for nothing"
 
 
 def test_a_receiver_that_stands_still_does_not_count_in_all(admission: Admission, clock: Clock):

@@ -65,7 +65,7 @@ class Admission:
     Attributes:
         lanes: what was admitted and what waits, by receiver.
         counted: bytes on their way, but for those to receivers that stand still.
-        ready: receivers whose next write fits, and by when they came.
+        ready: receivers whose next write fitted when it was put here, and by when it is due.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Admission:
         self._moved_at = now()
         self._awake = TimeAwake(stalls_after_s)
         self._comings = itertools.count()
-        # Turns of the first in line at receivers that have room for it; stale where another is first by now.
+        # Turns of the first in line at receivers that had room for it; stale where another is first, or went first.
         self.ready: list[tuple[Turn, str]] = []
 
     @classmethod
@@ -217,8 +217,8 @@ class Admission:
             turn, receiver = self.ready[0]
             lane = self.lanes.get(receiver)
             first = lane.waiting.first if lane is not None else None
-            if lane is None or first is None or first.turn != turn:
-                heapq.heappop(self.ready)  # stale, until it is first again
+            if lane is None or first is None or first.turn != turn or not self._fits_lane(lane, first.need):
+                heapq.heappop(self.ready)  # stale, until it is first again, or one that was due before it has ended
                 if lane is not None and lane.ready_turn == turn:
                     lane.ready_turn = None
                 continue
