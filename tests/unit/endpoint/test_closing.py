@@ -82,8 +82,9 @@ MEMORY = pool(Model(), Shape(), RankCoordinates())
 
 
 def made(**settings: object) -> tuple[PrefillEndpoint, DecodeEndpoint]:
-    """A pair with a registry of its own, by itself."""
+    """A pair with a registry of its own, by itself. It stages little: to touch the usual ring takes longest."""
     network, layout = InProcessNetwork(), MEMORY.layout
+    settings = {"staging_ring_mib": 2.0} | settings
     prefill = PrefillEndpoint(
         layout, settings=Settings(registry_port=0, workers=2, **settings), transport=FaultyTransport(network)
     )
@@ -461,7 +462,7 @@ def test_an_endpoint_whose_threads_cannot_start_leaves_nothing(registry_url: str
             return super().start(name, loop)
 
     transport, engine = FaultyTransport(InProcessNetwork()), f"never-{fails_at}"
-    settings = Settings(registry_url=registry_url, workers=2, gather_workers=2)
+    settings = Settings(registry_url=registry_url, workers=2, gather_workers=2, staging_ring_mib=2.0)
     try:
         endpoint = PrefillEndpoint(
             MEMORY.layout, engine=engine, settings=settings, transport=transport, platform=Platform()
@@ -574,7 +575,7 @@ def test_a_close_that_is_interrupted_anywhere_is_finished_by_the_next(registry_u
     before, network, open_files = our_threads(), InProcessNetwork(), []
     for line in itertools.count(1, tier.amount(quick=5, full=1, long=1)):
         engine = f"interrupted-{side}-{line}"
-        settings = Settings(registry_url=registry_url, workers=1, close_timeout_s=0.05)
+        settings = Settings(registry_url=registry_url, workers=1, close_timeout_s=0.05, staging_ring_mib=2.0)
         transports = FaultyTransport(network), FaultyTransport(network)
         prefill = PrefillEndpoint(MEMORY.layout, engine=engine, settings=settings, transport=transports[0])
         decode = DecodeEndpoint(MEMORY.layout, settings=settings, transport=transports[1])
@@ -621,7 +622,7 @@ def test_what_is_looked_up_until_a_close_is_interrupted_is_not_taken_by_the_next
     monkeypatch.setattr(RegistryClient, "engine", slow)
     monkeypatch.setattr(Links, "close", answered_first)
     transport = FaultyTransport(InProcessNetwork())
-    settings = Settings(registry_url=registry_url, close_timeout_s=0.05)
+    settings = Settings(registry_url=registry_url, close_timeout_s=0.05, staging_ring_mib=2.0)
     decode = DecodeEndpoint(MEMORY.layout, settings=settings, transport=transport)
     decode.open(1, [0], engine="nowhere")
     assert asked.wait(WAIT_S)
