@@ -73,13 +73,13 @@ def test_large_blocks(make: KernelMaker, shape: BlockShape, misplaced: int):
         packed = over(memory.address, memory.num_bytes)
         starts = np.array(offsets, np.int64) + pool.ctypes.data
         make(regions).gather(starts, shape, memory.address)
-        np.testing.assert_array_equal(packed, expected)
+        assert np.array_equal(packed, expected)  # in a tenth of the time in which NumPy says where they differ
         before = pool.copy()
         for offset in offsets:
             for step in steps:
                 pool[offset + step :][: shape.length] = 0
         make(regions).scatter(memory.address, starts, shape)
-        np.testing.assert_array_equal(pool, before)
+        assert np.array_equal(pool, before)
         del packed
 
 
