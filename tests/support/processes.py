@@ -360,7 +360,7 @@ def _preloaded() -> multiprocessing.context.ForkServerContext:
     To start one takes milliseconds instead of seconds.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.support.processes", "torch", "httpx", *PRELOADED])
+    context.set_forkserver_preload(["tests.support.processes", "httpcore", "httpx", *PRELOADED])
     return context
 
 
