@@ -395,6 +395,9 @@ class World(Universe):
         self.is_ending = True
         self.note("no more trouble")
         self.registry.restart()
+        for process in self.processes:
+            if process.is_alive and process not in self.circumstances.engines[process.engine].ranks:
+                self.adversary.excuse_those_with(process, "the registry has forgotten who was replaced")
         for line in self.network.lines:
             line.is_cut = False
         self._replace_the_dead()
