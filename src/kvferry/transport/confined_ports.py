@@ -7,6 +7,7 @@ the addresses meant. Connections inherit it from the socket that listens. It tak
 from __future__ import annotations
 
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -48,9 +49,33 @@ class ListeningSocket:
         self.set_option(socket.SO_RCVTIMEO, duration)
 
     def set_option(self, option: int, value: bytes) -> None:
-        """Sets a socket option (SOL_SOCKET)."""
-        with socket.socket(fileno=os.dup(self.descriptor)) as opened:
+        """Sets a socket option (SOL_SOCKET). Needs no descriptor more, since there may be none left.
+
+        Raises:
+            OSError: if the kernel refuses, or the descriptor is not this socket's any more.
+        """
+        opened = socket.socket(fileno=self.descriptor)
+        try:
+            if not self._is(opened):
+                raise OSError(errno.EBADF, f"descriptor {self.descriptor} is another socket's now")
             opened.setsockopt(socket.SOL_SOCKET, option, value)
+        finally:
+            opened.detach()  # it stays open
+
+    def is_there(self) -> bool:
+        """Whether the descriptor is still this socket's."""
+        try:
+            opened = socket.socket(fileno=self.descriptor)
+        except OSError:
+            return False
+        try:
+            return self._is(opened)
+        finally:
+            opened.detach()
+
+    def _is(self, opened: socket.socket) -> bool:
+        is_listening = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+        return bool(is_listening) and opened.getsockname()[1] == self.port
 
 
 def sockets_on_every_interface() -> set[ListeningSocket]:

@@ -43,7 +43,9 @@ class CrowdedPorts:
         self._events.register(self._stop, select.EPOLLIN)
         for each in listening:
             self._events.register(each.descriptor, select.EPOLLIN | select.EPOLLET)
-        self._is_shut = False
+        self._is_crowded = False
+        self._shut: set[ListeningSocket] = set()
+        self._reserve = os.open(os.devnull, os.O_RDONLY)
         self._thread = threading.Thread(target=self._run, name="kvferry-ports", daemon=True)
         self._thread.start()
 
@@ -55,26 +57,58 @@ class CrowdedPorts:
             self._thread.join()
             self._events.close()
             os.close(self._stop)
+            if self._reserve >= 0:
+                os.close(self._reserve)
 
     def _run(self) -> None:
-        while not any(number == self._stop for number, _ in self._events.poll(_LOOK_S if self._is_shut else None)):
+        while not any(number == self._stop for number, _ in self._events.poll(self._look_again_s())):
             try:
                 self._look()
-            except OSError as error:  # the library has closed a socket
+            except OSError as error:  # not one descriptor was left
                 log.debug("the ports %s are not watched for a moment: %s", self._ports, error)
 
+    def _look_again_s(self) -> float | None:
+        return _LOOK_S if self._is_crowded or self._shut else None
+
     def _look(self) -> None:
-        is_crowded = num_open() > share_of(11 if self._is_shut else 12, 16, most=_NO_LIMIT)
-        if is_crowded and not self._is_shut:
+        is_crowded = self._are_too_many_open()
+        if is_crowded and not self._is_crowded:
             log.warning("so many files are open that the ports %s are shut for a while: %s", self._ports, REMEDY)
-        if is_crowded != self._is_shut:
-            self._is_shut = is_crowded
-            for each in self._listening:
-                (shut if is_crowded else open_again)(each)
+        self._is_crowded = is_crowded
+        self._listening = tuple(each for each in self._listening if each.is_there())  # the library may close them
+        self._shut &= set(self._listening)
+        for each in self._listening:
+            if is_crowded != (each in self._shut):
+                self._turn(each)
         if is_crowded:
             self._end_strangers()
 
+    def _are_too_many_open(self) -> bool:
+        try:
+            return num_open() > share_of(11 if self._is_crowded else 12, 16, most=_NO_LIMIT)
+        except OSError:  # there is none left to count them with
+            return True
+
+    def _turn(self, each: ListeningSocket) -> None:
+        """Shuts a socket, or opens it again. What fails is tried again with the next look, and keeps no other up."""
+        try:
+            (shut if self._is_crowded else open_again)(each)
+        except OSError as error:
+            log.debug("port %d is not shut or opened for a moment: %s", each.port, error)
+        else:
+            self._shut ^= {each}
+
     def _end_strangers(self) -> None:
+        """Ends them with a descriptor that is kept for this, as there may be none left."""
+        if self._reserve >= 0:
+            os.close(self._reserve)
+            self._reserve = -1
+        try:
+            self._end_each_stranger()
+        finally:
+            self._reserve = os.open(os.devnull, os.O_RDONLY)
+
+    def _end_each_stranger(self) -> None:
         for entry in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 if not os.readlink(f"/proc/self/fd/{entry}").startswith("socket:"):
@@ -92,6 +126,8 @@ class CrowdedPorts:
         ):
             return False
         told = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RECEIVED.size)
+        if len(told) < _RECEIVED.size:  # an old kernel does not count them
+            return False
         silent_ms, received = _RECEIVED.unpack(told)
         if received < len(_UCX_BEGINS_WITH):
             return bool(silent_ms > _MOMENT_MS)
