@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from tests.support.transports import (
@@ -71,6 +72,16 @@ def test_a_connection_that_fails_half_way_can_be_tried_again(kit: Kit, monkeypat
     peer = here.transport.connect(reborn.transport.metadata())
     here.transport.notify(peer, b"hello")
     arrivals(reborn.transport, 1, sender=here.transport)
+
+
+def test_a_peer_that_shows_metadata_of_another_leaves_that_ones_connection_alone(kit: Kit):
+    pair = connected(kit)
+    forged = msgspec.structs.replace(PeerMetadata.decode(pair.there.transport.metadata()), name="another").encode()
+    with pytest.raises(TransportError, match="'another' sent the metadata of"):
+        pair.here.transport.connect(forged)
+    transfer = posted(pair, "write")
+    until("end of the write", lambda: pair.here.transport.poll(transfer))
+    pair.here.transport.release(transfer)
 
 
 class Library:

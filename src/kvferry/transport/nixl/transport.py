@@ -233,7 +233,9 @@ class NixlTransport(Transport):
                 if isinstance(name, bytes):
                     name = name.decode()
                 if name != peer.name:
-                    self._agent.invalidateRemoteMD(name)
+                    with self._lock:
+                        if name not in self._peers:  # else its connection would go, and whatever is written by it
+                            self._agent.invalidateRemoteMD(name)
                     raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
                 self._agent.makeConnection(name, [self._backend])
                 with self._lock:
