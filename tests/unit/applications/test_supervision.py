@@ -106,6 +106,17 @@ def test_whoever_interrupts_the_stop_ends_everything_at_once(
     assert_gone(processes)
 
 
+def test_when_the_supervisor_is_killed_nothing_goes_on_and_that_is_an_error(
+    supervised: Callable[..., Supervisor], program: Callable[..., Program]
+):
+    supervisor = supervised(program("one"))
+    processes = everybody(supervisor)
+    supervisor.process.kill()
+    with pytest.raises(KVFerryError, match=r"has ended by itself \(status -9\).*supervisord\.log"):
+        supervisor.wait()
+    assert_gone(processes)
+
+
 @pytest.mark.full
 def test_a_program_that_is_killed_comes_back(supervised: Callable[..., Supervisor], program: Callable[..., Program]):
     one = program("one")

@@ -76,7 +76,7 @@ def run(request: DeploymentRequest, *, logs: Path | None, timeout_s: float) -> N
 
     Raises:
         ConfigurationError: if the engine, our plug-in or supervisor is not installed, or the port is taken.
-        KVFerryError: if a process does not come up, with the end of its log.
+        KVFerryError: if a process does not come up, with the end of its log, or the supervisor ends by itself.
     """
     check_installed(request)
     has_router = router_is_front(request)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import NoReturn
 
 import httpx
 
@@ -104,7 +105,7 @@ class Supervisor:
             on_serving: called with each as soon as it does.
 
         Raises:
-            KVFerryError: if one does not in time, with the end of its log.
+            KVFerryError: if one does not in time, with the end of its log, or the supervisor ends.
         """
         deadline = time.monotonic() + timeout_s
         waiting = list(self._programs)
@@ -116,7 +117,7 @@ class Supervisor:
                 if not waiting:
                     return
                 if not self.is_running:
-                    raise KVFerryError(f"the supervisor has ended; see {self.directory / 'supervisord.log'}")
+                    self.wait()
                 if time.monotonic() > deadline:
                     log = self.log_of(waiting[0])
                     raise KVFerryError(
@@ -124,9 +125,17 @@ class Supervisor:
                     )
                 time.sleep(_POLL_S)
 
-    def wait(self) -> None:
-        """Waits for the end of the supervisor."""
-        self.process.wait()
+    def wait(self) -> NoReturn:
+        """Waits until it is interrupted.
+
+        Raises:
+            KVFerryError: if the supervisor ends by itself.
+        """
+        status = self.process.wait()
+        raise KVFerryError(
+            f"the supervisor has ended by itself (status {status}), and with it all that it had started; see "
+            f"{self.directory / 'supervisord.log'}"
+        )
 
     def stop(self) -> None:
         """Stops every process in order and waits for that; whoever interrupts the wait ends all of them at once."""

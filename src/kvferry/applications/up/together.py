@@ -1,16 +1,20 @@
 """Runs a command as one with everything that it starts: when it has ended, nothing of it is left.
 
 A server of vLLM's that is killed leaves its engine behind, which goes on under the name that its successor wants. What
-the command starts stays in our process group; whoever starts us makes us its leader, as supervisord does.
+the command starts stays in our process group; whoever starts us makes us its leader, as supervisord does. When that one
+has ended, all of it ends as well: nobody would start it again, or stop it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+
+_SIGNAL_WHEN_PARENT_ENDS = 1  # PR_SET_PDEATHSIG (linux/prctl.h)
 
 
 def main() -> None:
@@ -18,6 +22,7 @@ def main() -> None:
     if os.getpgrp() != os.getpid():
         sys.exit("kvferry.applications.up.together must lead a process group: it ends all of it")
     _guard()
+    ctypes.CDLL(None).prctl(_SIGNAL_WHEN_PARENT_ENDS, signal.SIGKILL)
     # Whoever stops us in order tells the whole group; the command ends as it likes, and we after it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
