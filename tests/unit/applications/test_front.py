@@ -168,6 +168,16 @@ def test_both_servers_are_asked_under_one_room(deployment: Deployment):
     assert decode["kv_transfer_params"] == {"do_remote_prefill": True, "remote_engine_id": engine, ROOM: room}
 
 
+def test_no_proxy_comes_between_the_front_and_its_servers(monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("http_proxy", "http://127.0.0.1:9")
+        for name in ("no_proxy", "NO_PROXY"):
+            patch.delenv(name, raising=False)
+        behind = Deployment()
+    assert behind.ask().json() == {"choices": [{"text": "whole"}]}
+    behind.close()
+
+
 def test_rooms_differ_and_servers_take_turns(deployment: Deployment):
     for _ in range(4):
         deployment.ask()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -154,6 +155,32 @@ def test_one_that_does_not_serve_is_named_with_the_end_of_its_log(tmp_path: Path
             supervisor.wait_serving(0.5, lambda _: None)
     finally:
         supervisor.stop()
+
+
+def test_a_command_arrives_whole(tmp_path: Path):
+    says = "import json, sys, time; print(json.dumps(sys.argv[1:]), flush=True); time.sleep(600)"
+    options = (
+        "{% for m in messages %}{# user #}{{ m }} ; {% endfor %}",
+        "one\n\n  # two\n; three\n",
+        'it\'s "ä" \\n',
+        "",
+    )
+    odd = Program("odd", (sys.executable, "-c", says, *options), "http://127.0.0.1:9/")
+    supervisor = Supervisor([odd], tmp_path)
+    try:
+        eventually("it has said what it was told", lambda: "\n" in log_of(supervisor, odd))
+        assert json.loads(log_of(supervisor, odd)) == list(options)
+    finally:
+        supervisor.stop()
+
+
+def test_no_proxy_is_asked_whether_programs_serve(
+    supervised: Callable[..., Supervisor], program: Callable[..., Program], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    supervised(program("one"))
 
 
 def log_of(supervisor: Supervisor, of: Program) -> str:

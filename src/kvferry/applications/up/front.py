@@ -62,7 +62,8 @@ class Front:
         self._decode = Pool(decode)
         self._attempts = attempts
         # Answers take as long as they take; only connecting has a limit.
-        self._client = httpx.AsyncClient(timeout=httpx.Timeout(None, connect=_CONNECT_S), limits=httpx.Limits())
+        timeout = httpx.Timeout(None, connect=_CONNECT_S)
+        self._client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(), trust_env=False)
         self._ending: set[asyncio.Task[None]] = set()
         self.retries = 0
 

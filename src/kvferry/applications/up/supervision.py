@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import json
 import random
 import shlex
 import signal
@@ -18,6 +19,7 @@ from typing import NoReturn
 import httpx
 
 from kvferry.applications.up.plan import Program
+from kvferry.applications.up.together import IN_JSON
 from kvferry.errors import ConfigurationError, KVFerryError
 
 _STOP_S = 20
@@ -109,7 +111,7 @@ class Supervisor:
         """
         deadline = time.monotonic() + timeout_s
         waiting = list(self._programs)
-        with httpx.Client(timeout=2.0) as client:
+        with httpx.Client(timeout=2.0, trust_env=False) as client:
             while waiting:
                 for program in [each for each in waiting if _serves(client, each)]:
                     waiting.remove(program)
@@ -172,7 +174,7 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
     }
     for priority, program in enumerate(programs):
         config[f"program:{program.name}"] = {
-            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, *program.command))),
+            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, IN_JSON, _in_json(program.command)))),
             "environment": _literal(_assignments(program.environment)),
             "priority": str(priority),  # the front stops first, the registry last
             "autorestart": "true",
@@ -189,6 +191,11 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
             "stdout_logfile_backups": "1",
         }
     return config
+
+
+def _in_json(command: Sequence[str]) -> str:
+    """A command with nothing that supervisord takes for a comment or the end of a line, as chat templates have it."""
+    return json.dumps(command).replace("#", "\\u0023").replace(";", "\\u003b")
 
 
 def _assignments(environment: Mapping[str, str]) -> str:

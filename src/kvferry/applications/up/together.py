@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import signal
 import subprocess
 import sys
+
+IN_JSON = "--in-json"
+"""Says that the command follows as one argument, a list in JSON."""
 
 _SIGNAL_WHEN_PARENT_ENDS = 1  # PR_SET_PDEATHSIG (linux/prctl.h)
 
@@ -26,7 +30,8 @@ def main() -> None:
     # Whoever stops us in order tells the whole group; the command ends as it likes, and we after it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    sys.exit(subprocess.call(sys.argv[1:]))  # noqa: S603 - whoever starts us says what
+    command = json.loads(sys.argv[2]) if sys.argv[1] == IN_JSON else sys.argv[1:]
+    sys.exit(subprocess.call(command))  # noqa: S603 - whoever starts us says what
 
 
 def _guard() -> None:
