@@ -6,7 +6,8 @@ where it makes them, and whoever is made there takes the request's conditions fr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 
 from kvferry.engines.fingerprint import MultimodalInput, request_conditions
 from kvferry.engines.sglang import adapters
-from kvferry.errors import EngineContractError
+from kvferry.errors import EngineContractError, KVFerryError, UsageError, quoted
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def current(target: str) -> Prompt:
 
     Raises:
         EngineContractError: if our hook was not called.
+        UsageError: if what the client asks for cannot be digested.
     """
     take = _current.get()
     if take is None:
@@ -71,7 +73,12 @@ def current(target: str) -> Prompt:
             f"kvferry's hook on {target} was not called: what this request's cache depends on is not known, and so "
             "it is not exchanged"
         )
-    return take()
+    try:
+        return take()
+    except KVFerryError:
+        raise
+    except Exception as error:  # whatever a client asks for, the scheduler goes on
+        raise UsageError(f"what this request's cache depends on cannot be digested: {quoted(error)}") from error
 
 
 def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict[str, bytes]:
@@ -86,10 +93,9 @@ def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict
     inputs = _inputs(req, has_digests=has_digests)
     for each in inputs:
         tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
-    embedding = b"" if req.input_embeds is None else np.asarray(req.input_embeds, np.float32).tobytes()
     return request_conditions(
         tokens,
-        embedding=embedding,
+        embedding=_embedding(req.input_embeds or []),
         lora=adapters.identity(req.lora_id, scheduler),
         multimodal=inputs,
         salt=_salt(req),
@@ -107,6 +113,16 @@ def _tokens(req: Any) -> Any:
         # What was generated so far is prompt to the prefill side, which computes it again.
         tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
     return tokens
+
+
+def _embedding(rows: Sequence[Sequence[float]]) -> bytes:
+    """Returns what a client gives instead of tokens, as float32: several times as fast as NumPy reads lists.
+
+    Raises:
+        struct.error: if its rows are not of one length, or not of numbers.
+    """
+    row = struct.Struct(f"{len(rows[0]) if rows else 0}f")
+    return b"".join(row.pack(*each) for each in rows)
 
 
 def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:
