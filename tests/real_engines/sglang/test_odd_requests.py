@@ -5,6 +5,7 @@ What makes their senders and receivers is SGLang's own; ranks as in `test_ranks`
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -112,3 +113,39 @@ def test_embeddings_are_compared_as_float32():
 
     assert digest(given) == digest(np.asarray(given, np.float32).tolist())
     assert digest(given) != digest([[0.1, 2, float("inf")], [1e-45, 0.0, 3.5e-46]])
+
+
+@pytest.mark.parametrize("room", [-5, -2, 2**63, 2**64 + 1])
+def test_a_number_that_no_room_has_fails_its_request_alone(pair: Pair, queues: Queues, room: int):
+    """It ended both servers. The others of such numbers have them within SGLang's tables, where all must have one."""
+    pair.begin(Model())
+    sides: list[Any] = [each(asked(pair, room)) for each in (queues.sender, queues.receiver) for _ in range(2)]
+    for each in sides:
+        assert_fails(lambda each=each: [each.poll()], [each], f"bootstrap_room {room} .*from 0 to 2")
+    for receiver in sides[2:]:
+        receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
+    for each in sides:
+        each.abort()
+        each.clear()
+    Request(pair, 1).run()
+
+
+@pytest.mark.parametrize("dp_rank", [-1, 5, 2**64])
+@pytest.mark.parametrize("refusal", [None, "--kv-cache-dtype is a there and b here"])
+def test_a_data_parallel_rank_that_is_not_there_fails_its_request_alone(
+    pair: Pair, queues: Queues, dp_rank: int, refusal: str | None
+):
+    """With a server that differs, it ended the decode server."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    sender = queues.sender(asked(pair, 1))
+    eventually("the prefill server is found", lambda: manager.try_ensure_parallel_info(pair.address))
+    servers = manager.prefill_servers._servers
+    servers[pair.address] = replace(servers[pair.address], refusal=refusal)
+    receiver = queues.receiver(asked(pair, 1), dp_rank)
+    words = f"disagg_prefill_dp_rank {dp_rank} is none of the 1 .*from 0 to 0"
+    for each in (receiver, sender):
+        assert_fails(lambda each=each: [each.poll()], [each], words)
+        each.clear()
+    servers[pair.address] = replace(servers[pair.address], refusal=None)
+    Request(pair, 1).run()

@@ -38,6 +38,7 @@ from kvferry.engines.sglang.placement import placement_of
 from kvferry.engines.sglang.prefill_server import PrefillServers
 from kvferry.engines.sglang.rank_caches import rank_caches
 from kvferry.engines.sglang.settings import settings_beside
+from kvferry.engines.sglang.transfers import ROOMS
 from kvferry.engines.sglang.versions import kv_layout
 from kvferry.engines.sglang.weights import Weights
 from kvferry.errors import TransferError, UnknownRoomError, UsageError
@@ -383,9 +384,11 @@ class RoomNumbers:
     def take(self, room: int, request: Any) -> int:
         """Returns the number for a new sender or receiver.
 
-        That is its room's, unless another request has it: then one of its own, so that it can fail alone.
+        That is its room's, unless another request has it, or no room can: then one of its own, so that it can fail
+        alone.
         """
-        return room if self._requests.setdefault(room, request) is request else next(self._private)
+        has_it = room in ROOMS and self._requests.setdefault(room, request) is request
+        return room if has_it else next(each for each in self._private if each != room)
 
     def free(self, room: int, request: Any) -> None:
         """Frees a room's number, once SGLang is done with the request."""

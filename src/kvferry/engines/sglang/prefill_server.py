@@ -14,7 +14,7 @@ from sglang.srt.utils.network import NetworkAddress
 from kvferry import DecodeEndpoint, Settings
 from kvferry.engines.sglang.directory import Directory, ask, get, registry_url
 from kvferry.engines.sglang.look_ups import LookUps
-from kvferry.errors import IncompatiblePeerError, RegistryError, RegistryUnreachableError, quoted
+from kvferry.errors import IncompatiblePeerError, RegistryError, RegistryUnreachableError, UsageError, quoted
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
 _ANSWER = msgspec.json.Decoder(dict[str, Any])
@@ -169,6 +169,19 @@ class PrefillServers:
             self.forget(address)  # it may come back with other options
             raise IncompatiblePeerError(server.refusal)
         return server.engine
+
+    def check_dp_rank(self, address: str, dp_rank: int) -> None:
+        """Checks the data-parallel rank that a request names of a server that was looked up.
+
+        Raises:
+            UsageError: if there is none of that number.
+        """
+        ranks = self._servers[address].info.dp_size
+        if not 0 <= dp_rank < ranks:
+            raise UsageError(
+                f"disagg_prefill_dp_rank {dp_rank} is none of the {ranks} data-parallel ranks of the prefill server at "
+                f"{address}: a request must name one from 0 to {ranks - 1}, or none"
+            )
 
     def refuse(self, address: str, room: int, prefill_dp_rank: int, reason: str) -> None:
         """Tells a prefill server that was looked up that a room will not be opened here.

@@ -20,12 +20,12 @@ from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import (
     POLLS,
     give_up,
-    in_use,
     is_paged,
     may_report_failure,
     page_numbers,
     state_pages,
     whole_pages,
+    why_not_its_own,
 )
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, EngineEndedError, KVFerryError, UsageError
@@ -52,7 +52,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self._failed_at: float | None = None
         self._aux_index: int | None = None
         self._engine = ""
-        self._has_refused = number != bootstrap_room  # the prefill server's is the other request's
+        self._has_refused = number != bootstrap_room  # the prefill server's is the other request's, or there is none
         self._connection: Future[None] | None = None  # once its server was looked up
         self._made_at = time.monotonic()
         self.bootstrap_infos: list[dict[str, Any]] = []  # SGLang counts the ranks that it waits for: none
@@ -63,7 +63,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         except KVFerryError as error:
             self._problem = error
         if number != bootstrap_room:
-            self._fail(in_use(bootstrap_room))
+            self._fail(why_not_its_own(bootstrap_room))
         else:
             mgr.try_ensure_parallel_info(bootstrap_addr)
 
@@ -80,8 +80,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """
         if self.conclude_state == KVPoll.Failed:
             return
-        self.prefill_dp_rank = prefill_dp_rank
         try:
+            self.kv_mgr.prefill_servers.check_dp_rank(self.bootstrap_addr, prefill_dp_rank)
+            self.prefill_dp_rank = prefill_dp_rank
             self._engine = self.kv_mgr.prefill_servers.engine_at(self.bootstrap_addr)
             if self._problem is not None:
                 raise self._problem
@@ -315,7 +316,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Tells the prefill server, once, that a room that was not opened never will be."""
         if self.transfer is None and self._owns_bootstrap_room and not self._has_refused:
             self._has_refused = True
-            dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang sets it with `init`
+            dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang says it with `init`
             self.kv_mgr.prefill_servers.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)
 
     def _fail(self, reason: str) -> None:

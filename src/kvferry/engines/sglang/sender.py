@@ -25,11 +25,11 @@ from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import (
     POLLS,
     give_up,
-    in_use,
     may_report_failure,
     page_numbers,
     state_pages,
     whole_pages,
+    why_not_its_own,
 )
 from kvferry.engines.sglang.versions import completed
 from kvferry.errors import EngineContractError, KVFerryError, QueueFullError
@@ -110,7 +110,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         self._depends_on: Mapping[str, bytes] = {}
         if number != bootstrap_room:
             self._opens_later = False
-            self._fail(in_use(bootstrap_room))  # and nobody is told: the number is the other request's
+            self._fail(why_not_its_own(bootstrap_room))  # nobody is told: the number is another's, or no room's
             return
         self._opens_later = mgr.is_released  # with the first poll after SGLang has the memory of its caches back
         try:
