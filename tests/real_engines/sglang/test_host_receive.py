@@ -18,12 +18,13 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.pool_host.group import HostPoolGroup, PoolEntry
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
-from tests.real_engines.sglang.crossings import wait
+from tests.real_engines.sglang.crossings import Members, wait
 from tests.real_engines.sglang.pool_ranks import HEAD_DIM, HEADS, LAYERS, PAGES, PoolRank, part
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
 from tests.support.waiting import eventually
 
+from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.errors import LayoutError
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -122,7 +123,7 @@ class HostRank(PoolRank):
 class Crossing:
     """One request, whose cache arrives in host memory or on the device."""
 
-    def __init__(self, pair: Pair, room: int, destination: str, pages: int = 6) -> None:
+    def __init__(self, pair: Members, room: int, destination: str, pages: int = 6) -> None:
         self.pair, self.room, self.destination = pair, room, destination
         self.ranks: list[list[Any]] = [[*side.ranks] for side in (pair.prefill, pair.decode)]
         random = np.random.default_rng(room)
@@ -252,3 +253,42 @@ def test_host_pages_of_other_bytes_are_refused(pair: Pair, monkeypatch: pytest.M
     monkeypatch.setattr(HostPoolGroup, "get_contiguous_buf_infos", halved)
     with pytest.raises(LayoutError, match=r"host-receive-threshold: pages of keys and values have .* leave it at 1"):
         begin(pair)
+
+
+def test_pages_are_kept_where_their_number_is_used_again_at_the_other_endpoint(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    """A write of the first prefill server hangs, and a gateway tries again at another: its success freed the pages."""
+    begin(pair)
+    monkeypatch.setenv("KVFERRY_REGISTRY_HOST", "127.0.0.2")
+    bootstrap = KVFerryBootstrapServer("127.0.0.2", pair.port)
+    other = Members(monkeypatch, pair.port, pair.model, host="127.0.0.2")
+    try:
+        other.start(PREFILL, HostRank(tp=1, tp_rank=0, window=False, has_host=False))
+        other.decode = pair.decode
+        first = Crossing(pair, 1, "device")
+        first.ask()
+        (receiver,), (manager,) = first.receivers, pair.decode.managers
+        hung, poll = pair.prefill.managers[0].prefill.transport, InProcessTransport.poll
+        with monkeypatch.context() as hanging:
+            hanging.setattr(
+                InProcessTransport, "poll", lambda each, *given: None if each is hung else poll(each, *given)
+            )
+            first.send()
+            wait(lambda: [each.poll() for each in first.senders], KVPoll.Transferring)
+            receiver.abort()
+            assert_fails(lambda: [receiver.poll()], [receiver], "Aborted")
+            second = Crossing(other, 1, "host")
+            second.ask()
+            second.send()
+            wait(lambda: [each.poll() for each in second.receivers], KVPoll.Success)
+            for each in second.receivers:
+                each.clear()
+            assert not receiver.is_abort_release_safe()
+            assert not manager.is_abort_release_safe(1, 0)
+        eventually("the write has ended", manager.is_abort_release_safe, 1, 0)
+        manager.clear_deferred_abort_state(1)
+        assert not manager._receivers
+    finally:
+        other.close()
+        bootstrap.close()

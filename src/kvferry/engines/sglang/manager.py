@@ -123,7 +123,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 self._settings, self.prefill_info_table, partial(stock.abort, self._zmq_ctx), self._refusal
             )
         self.rooms = RoomNumbers()
-        self._receivers: dict[int, Receiver | JointReceiver] = {}
+        # By room: all whose pages may still be written to, where its number was used again meanwhile.
+        self._receivers: dict[int, list[Receiver | JointReceiver]] = {}
         self._open()  # graphs are captured by now: SGLang makes the manager once it has its model
         self.stock_peers: stock.StockPeers | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL:
@@ -327,22 +328,24 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     def receives(self, room: int, receiver: Receiver | JointReceiver) -> None:
         """Remembers the receiver of a room that was opened."""
-        self._receivers[room] = receiver
+        self._receivers.setdefault(room, []).append(receiver)
 
     def received(self, room: int) -> None:
-        """Forgets a room that SGLang is done with, unless its pages may still be written to."""
-        receiver = self._receivers.get(room)
-        if receiver is not None and receiver.pages_reusable:
-            del self._receivers[room]
+        """Forgets the receivers of a room that SGLang is done with, but for those whose pages may be written to."""
+        left = [each for each in self._receivers.pop(room, []) if not each.pages_reusable]
+        if left:
+            self._receivers[room] = left
 
     def is_abort_release_safe(self, bootstrap_room: int, required_acks: int) -> bool:
-        """Whether no write can reach a room's pages any more: proven, whatever was acknowledged."""
-        receiver = self._receivers.get(bootstrap_room)
-        return receiver is None or receiver.pages_reusable
+        """Whether no write can reach a room's pages any more: proven, whatever was acknowledged.
+
+        SGLang asks by number alone: where that was used again, those of all who had it count.
+        """
+        return all(each.pages_reusable for each in self._receivers.get(bootstrap_room, []))
 
     def clear_deferred_abort_state(self, bootstrap_room: int) -> None:
         """Forgets a failed room whose pages SGLang has taken back."""
-        self._receivers.pop(bootstrap_room, None)
+        self.received(bootstrap_room)
 
     # ---- requests that were retracted, and that the prefill side computes again -----------------------------------
 
