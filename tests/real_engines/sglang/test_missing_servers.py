@@ -10,11 +10,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common.conn import KVTransferError
 from tests.real_engines.sglang.crossings import Members, Request
 from tests.real_engines.sglang.ranks import PREFILL, Model, Rank
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
@@ -190,3 +192,59 @@ def test_a_second_request_of_a_number_fails_alone(pair: Pair, side: str):
         receiver.clear()
     first.run()
     Request(pair, 1).run()
+
+
+# ---- several ranks ---------------------------------------------------------------------------------------------------
+
+
+def reasons(polls: Callable[[], list[int]], receivers: list[KVFerryReceiver]) -> list[str]:
+    """What each rank says when SGLang asks it, as it does all of them once one has failed."""
+    eventually("a rank reports it", lambda: min(polls()) == KVPoll.Failed)
+    found = []
+    for each in receivers:
+        with pytest.raises(KVTransferError) as raised:
+            each.failure_exception()
+        found.append(str(raised.value))
+    return found
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_ranks_know_that_a_server_is_not_there_when_one_reports_it(pair: Pair, slow: int):
+    """The first one answers the client, and said that another rank had an unknown reason."""
+    pair.begin(Model(), decode_tp=2)
+    Request(pair, 1).run()
+    pair.end_prefill()
+    eventually("forgotten", lambda: not any(each.prefill_info_table for each in pair.decode.managers))
+    look_ups = pair.decode.managers[slow].prefill_servers._look_ups
+    looks_up = look_ups._look_up
+
+    def slowly(address: str) -> Any:
+        time.sleep(0.05)
+        return looks_up(address)
+
+    look_ups._look_up = slowly
+    receivers = [pair.waiting_receiver(each, 2) for each in pair.decode.managers]
+    for reason in reasons(lambda: [each.poll() for each in receivers], receivers):
+        assert "cannot be reached" in reason
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_all_ranks_know_that_two_servers_differ_when_one_reports_it(pair: Pair, slow: int):
+    pair.begin(Model(), decode_tp=2)
+    for each in pair.decode.managers:
+        eventually("found", each.try_ensure_parallel_info, pair.address)
+        servers = each.prefill_servers._servers
+        servers[pair.address] = replace(servers[pair.address], refusal="--kv-cache-dtype is a there and b here")
+    receivers = [pair.waiting_receiver(each, 1) for each in pair.decode.managers]
+    turns = 0
+
+    def polls() -> list[int]:
+        nonlocal turns
+        turns += 1
+        for number, each in enumerate(receivers):
+            if turns == (3 if number == slow else 1):
+                each.init(0)
+        return [each.poll() for each in receivers]
+
+    for reason in reasons(polls, receivers):
+        assert "--kv-cache-dtype" in reason

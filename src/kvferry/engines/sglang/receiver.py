@@ -50,6 +50,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         self.transfer: Receiver | JointReceiver | None = None
         self._seen: TransferState | None = None  # what SGLang's table has of the transfer's state, unless it has ended
         self._failed_at: float | None = None
+        self._reason: str | None = None  # why it fails without a transfer, once the group's other ranks know why, too
         self._aux_index: int | None = None
         self._engine = ""
         self._has_refused = number != bootstrap_room  # the prefill server's is the other request's, or there is none
@@ -78,7 +79,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         Until that is done SGLang gives the request no pages: no other request waits for them behind a server that is
         not there.
         """
-        if self.conclude_state == KVPoll.Failed:
+        if self.conclude_state == KVPoll.Failed or self._reason is not None:
             return
         try:
             self.kv_mgr.prefill_servers.check_dp_rank(self.bootstrap_addr, prefill_dp_rank)
@@ -88,7 +89,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
                 raise self._problem
         except KVFerryError as error:
             self._refuse(str(error))
-            self._fail(str(error))
+            self._fail_with_others(str(error))
             return
         self._look()
 
@@ -219,12 +220,15 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _look(self) -> None:
         """Looks how far the prefill server is that the request has no pages for yet."""
+        if self._reason is not None:
+            self._fail_with_others(self._reason)
+            return
         if not self._engine:
             now = time.monotonic()
             if (
                 reason := self.kv_mgr.prefill_servers.why_not_found(self.bootstrap_addr, self._made_at, now)
             ) is not None:
-                self._fail(reason)
+                self._fail_with_others(reason)
             return
         if self._connection is None:
             if self.kv_mgr.is_released:
@@ -232,7 +236,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             try:
                 self._connection = self.kv_mgr.prefill_servers.connection(self._engine, self.prefill_dp_rank)
             except KVFerryError as problem:  # such as a name that no engine can have: anybody may announce one
-                self._fail(f"the prefill server at {self.bootstrap_addr}: {problem}")
+                self._fail_with_others(f"the prefill server at {self.bootstrap_addr}: {problem}")
                 return
         if not self._connection.done():
             return
@@ -245,7 +249,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         )  # also where requests name the server by another address
         if not isinstance(error, EngineEndedError):  # else nobody is there to be told
             self._refuse(str(error))
-        self._fail(f"the prefill server at {self.bootstrap_addr}: {error}")
+        self._fail_with_others(f"the prefill server at {self.bootstrap_addr}: {error}")
 
     def fail(self, reason: str) -> None:
         """Fails the request on both sides. May be called from any thread: whoever polls it meanwhile has the reason."""
@@ -318,6 +322,14 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._has_refused = True
             dp_rank = getattr(self, "prefill_dp_rank", 0)  # SGLang says it with `init`
             self.kv_mgr.prefill_servers.refuse(self.bootstrap_addr, self.bootstrap_room, dp_rank, reason)
+
+    def _fail_with_others(self, reason: str) -> None:
+        """Fails a request that has no transfer, once the other ranks of the group know why, too."""
+        self._reason = reason
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)  # ready for whoever reports it first
+        self._failed_at = self._failed_at or time.monotonic()
+        if may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
+            self._fail(reason)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
