@@ -617,3 +617,16 @@ def test_a_bootstrap_server_without_kvferry_is_named(pair: Pair):
         eventually("it was asked", is_named)
     finally:
         other.close()
+
+
+def test_a_request_that_comes_while_the_decode_sides_memory_is_away_goes_on_when_it_is_back(pair: Pair):
+    """No bootstrap server was known any more that announces its engine."""
+    pair.begin(Model())
+    Request(pair, 1).run()
+    (manager,) = pair.decode.managers
+    manager.deregister_buffer_to_engine()
+    request = Request(pair, 2)
+    assert request.received() == [KVPoll.Bootstrapping]
+    manager.register_buffer_to_engine()
+    request.run()
+    Request(pair, 3).run()

@@ -194,6 +194,13 @@ class Directory(Registry):
             if each.registry is not registry:
                 each.registry.close()
 
+    def add_all(self, other: Directory) -> None:
+        """Remembers every engine that another directory knew."""
+        with other._places_lock:
+            places = dict(other._places)
+        for engine, place in places.items():
+            self.add(engine, place.registry.url, place.bootstrap_address)
+
     @property
     def url(self) -> str:
         """The address of the registry that the settings name."""

@@ -113,9 +113,13 @@ class PrefillServers:
         self._decode = decode
 
     def begin_anew(self) -> None:
-        """Looks each up again, before an endpoint takes the place of the one that was: its directory knows none."""
+        """Looks each up again, before an endpoint takes the place of the one that was.
+
+        Where the engines were registered is known meanwhile, to requests that came while there was no endpoint.
+        """
         self._look_ups.close()
-        self.directory = Directory(self._settings, lost=self.forget)
+        earlier, self.directory = self.directory, Directory(self._settings, lost=self.forget)
+        self.directory.add_all(earlier)
         self._found.clear()
         self._connections.clear()
         self._look_ups = LookUps(self._look_up, self._found)
