@@ -244,3 +244,32 @@ def test_without_a_prefix_cache_nothing_is_found_again():
     server.scheduler.disable_radix_cache, server.is_idle = True, False
     server.from_disk("/new", flushes=False)
     assert server.said == "the digest of /new"
+
+
+@pytest.mark.parametrize("store", ["storage", "LMCache"])
+def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_flushed(store: str):
+    """SGLang's flush leaves it, and would send what it finds there under the new weights' name."""
+    one, other = Server(), Server()
+    for each in (one, other):
+        if store == "storage":
+            each.scheduler.tree_cache.enable_storage = True
+        else:
+            each.scheduler.enable_lmcache = True
+        each.update(weight_version="7")
+        each.flush()
+    assert one.said != other.said
+    assert "start the server again" in one.said
+
+
+def test_what_host_memory_alone_caches_is_of_those_before_until_it_is_flushed():
+    """SGLang's sizes are of what is on the device."""
+    one, other = Server(), Server()
+    for each in (one, other):
+        each.scheduler.tree_cache.cache_controller = object()
+        each.update(weight_version="6")
+        each.update(weight_version="7", flushes=False)
+    assert one.said != other.said
+    assert "flush it" in one.said
+    for each in (one, other):
+        each.flush()
+    assert one.said == other.said

@@ -5,7 +5,8 @@ trainer's processes, are in no file: what counts is the version that it names wi
 names none, how often they were replaced. Two servers that were updated alike agree, whatever they started with.
 
 An update may leave the prefix cache as it is. What that holds would go on under the new weights' name, so until it is
-flushed such a server has nobody's.
+flushed such a server has nobody's. What SGLang stores below it, a flush leaves: from the first update on, a server that
+stores anything has nobody's for good.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Weights:
 
     Attributes:
         is_changing: whether an update is under way, in which a flush says nothing yet of what they will be.
+        was_flushed: whether the cache was, in the last update.
     """
 
     def __init__(self, said: str) -> None:
@@ -41,15 +43,15 @@ class Weights:
             said: identifies them, by their files.
         """
         self._base, self._changes, self._are_of_files = said, 0, True
-        self._unknown = self._cached = ""
-        self.is_changing = False
+        self._unknown = self._cached = self._stored = ""
+        self.is_changing = self.was_flushed = False
         self._session: list[str | None] | None = None
 
     @property
     def said(self) -> str:
         """Identifies them, to compare them with others."""
-        if self._unknown or self._cached:
-            return self._unknown or self._cached
+        if nobodys := self._unknown or self._stored or self._cached:
+            return nobodys
         return short_text(f"{self._base}, replaced in place {self._changes} times" if self._changes else self._base)
 
     def came_from(self, files: str) -> None:
@@ -78,9 +80,16 @@ class Weights:
         """Requests may be answered from what those before have computed."""
         self._cached = f"the prefix cache is of those before: flush it ({secrets.token_hex(4)})"
 
+    def store_stays(self) -> None:
+        """Requests may find what those before have computed in a store that no flush empties."""
+        self._stored = (
+            "what --hicache-storage-backend or LMCache stores is of those before: empty it, and start the server again "
+            f"({secrets.token_hex(4)})"
+        )
+
     def cache_is_flushed(self) -> None:
         """All that is cached from now on is theirs."""
-        self._cached = ""
+        self._cached, self.was_flushed = "", True
 
     def session_begins(self) -> None:
         """They are replaced piece by piece from now on."""
@@ -103,7 +112,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
     if manager is None:
         return original(updater, request)
     weights, session = manager.weights, updater._session
-    weights.is_changing = True
+    weights.is_changing, weights.was_flushed = True, False
     try:
         result = original(updater, request)
     except BaseException:
@@ -169,7 +178,12 @@ def after_naming(_: Any, scheduler: Any, request: Any) -> None:
 def _look_at_cache(weights: Weights, updater: Any) -> None:
     """Looks whether requests may find what was computed before an update, or will: whoever runs leaves it behind."""
     scheduler = updater.scheduler
-    cached = scheduler.tree_cache.evictable_size() + scheduler.tree_cache.protected_size()
+    cache = scheduler.tree_cache
+    if getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False):
+        weights.store_stays()
+    cached = cache.evictable_size() + cache.protected_size()
+    if getattr(cache, "cache_controller", None) is not None:
+        cached = cached or not weights.was_flushed  # sizes are the device's: host memory may have more
     if not scheduler.disable_radix_cache and (cached or not updater.is_fully_idle(ignore_waiting=True)):
         weights.cache_stays()
     else:
