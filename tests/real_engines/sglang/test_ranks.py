@@ -517,6 +517,26 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
     assert_fails(request.received, request.receivers, "SGLang gave the request up")
 
 
+def test_without_deferred_release_a_client_that_aborts_frees_no_page_that_may_be_written_to(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
+    pair.begin(Model())
+    request = Request(pair, 1)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    (receiver,) = request.receivers
+    with monkeypatch.context() as held:
+        held.setattr(type(receiver.transfer), "pages_reusable", property(lambda _: False))
+        receiver.abort()
+        transfer = receiver.transfer
+        assert transfer is not None
+        eventually("it has ended", lambda: transfer.state.is_final)
+        assert receiver.poll() == KVPoll.Transferring
+    assert_fails(request.received, request.receivers, "SGLang gave the request up")
+    assert_fails(request.sent, request.senders, "SGLang gave the request up")
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

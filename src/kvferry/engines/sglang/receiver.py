@@ -251,6 +251,14 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             self._refuse(str(error))
         self._fail_with_others(f"the prefill server at {self.bootstrap_addr}: {error}")
 
+    def abort(self) -> None:
+        """Gives the request up. Where SGLang takes pages back at once, it hears of that when nothing writes to them."""
+        transfer, is_deferred = self.transfer, self.kv_mgr.enable_deferred_decode_kv_release
+        if is_deferred or self.conclude_state is not None or transfer is None or transfer.pages_reusable:
+            super().abort()
+        else:
+            give_up(transfer, "SGLang gave the request up")  # and `poll` concludes it
+
     def fail(self, reason: str) -> None:
         """Fails the request on both sides. May be called from any thread: whoever polls it meanwhile has the reason."""
         self._fail(reason)
@@ -259,7 +267,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def ensure_abort_notified(self, *, force_arm: bool = False) -> None:
         """Aborts the transfer on both sides; its pages come back when the manager allows it.
 
-        SGLang calls it for failures, and `abort` does.
+        SGLang calls it for failures, and its `abort` does.
         """
         give_up(self.transfer, "SGLang gave the request up")
         self._refuse("SGLang gave the request up before it had pages for it")

@@ -93,7 +93,7 @@ class Weights:
 
     def session_begins(self) -> None:
         """They are replaced piece by piece from now on."""
-        self._session = []
+        self._session, self.was_flushed = [], False
         self.are_unknown(_HALF_WAY)
 
     def session_ends(self) -> None:
