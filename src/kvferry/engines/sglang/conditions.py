@@ -6,6 +6,7 @@ where it makes them, and whoever is made there takes the request's conditions fr
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -37,6 +38,10 @@ _current: ContextVar[Callable[[], Prompt] | None] = ContextVar("kvferry request"
 
 _OF_AN_INPUT = -1
 """Stands for the tokens of an image or the like, which are SGLang's digest of it: that is a condition of its own."""
+
+_ELASTIC = re.compile(r"(^|\|)elastic_ep_size=\d+\Z")
+"""SGLang adds it to a request's key with --elastic-ep-backend, on a server whose cache shares prefixes. No cache
+depends on how many ranks have experts for now."""
 
 
 def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
@@ -135,7 +140,7 @@ def _inputs(req: Any, *, has_digests: bool) -> list[MultimodalInput]:
 
 
 def _salt(req: Any) -> str:
-    key = req.extra_key or ""
+    key = _ELASTIC.sub("", req.extra_key or "")
     if req.lora_id is not None:
         key = key.removesuffix(req.lora_id)  # SGLang puts it there
     parts = [part for part in (key, req.cache_salt) if part]
