@@ -30,6 +30,7 @@ from kvferry.endpoint import base
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
+from kvferry.errors import UsageError
 from kvferry.transport.inprocess import InProcessTransport
 
 pytestmark = pytest.mark.timeout(40)
@@ -650,3 +651,20 @@ def test_a_request_that_comes_while_the_decode_sides_memory_is_away_goes_on_when
     manager.register_buffer_to_engine()
     request.run()
     Request(pair, 3).run()
+
+
+@pytest.mark.parametrize("mode", [PREFILL, DECODE])
+def test_metadata_rows_that_are_too_large_to_travel_are_refused_at_the_start(pair: Pair, mode: Any):
+    """Every request failed."""
+    rank = Rank(pair.model, tp=1, tp_rank=0)
+    rank.tokens = np.zeros((8, 300_000), np.int32)
+    with pytest.raises(UsageError, match=r"1200064 bytes .*lower --sampling-mask-max-tokens"):
+        pair.start(mode, rank)
+
+
+def test_metadata_rows_travel_as_far_as_they_are_not_refused(pair: Pair):
+    for mode in (PREFILL, DECODE):
+        rank = Rank(pair.model, tp=1, tp_rank=0)
+        rank.tokens = np.zeros((8, (2**20 - 1024 - 64) // 4), np.int32)
+        pair.start(mode, rank)
+    Request(pair, 1).run()

@@ -85,7 +85,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         Raises:
             EngineContractError: if a hook of ours in SGLang is not in effect.
-            UsageError: if an option is on that kvferry does not do.
+            UsageError: if an option is on that kvferry does not do, or SGLang's metadata is too large.
             LayoutError: if the caches cannot be described.
             KVFerryError: if memory cannot be registered, or the bootstrap server does not answer.
         """
@@ -94,9 +94,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             limit = envs.SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE_TIMEOUT
             check_pages_are_kept(limit_is_users=limit.is_set())
         check_options(args, disaggregation_mode)
+        self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
+        self.metadata_rows.check_size()
         super().__init__(args, disaggregation_mode, server_args, is_mla_backend)
         self.state_types: tuple[StateType, ...] = tuple(args.state_types)
-        self.metadata_rows = MetadataRows(tuple(args.aux_data_ptrs), tuple(args.aux_item_lens))
         self.place = placement_of(self, get_parallel())
         # SGLang's sender compares it with the room, or registers it: with plain --dp-size it is 0 on every replica.
         self.attn_dp_rank = self.place.coordinates.dp_rank

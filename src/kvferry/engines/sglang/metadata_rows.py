@@ -11,9 +11,12 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvferry.errors import IncompatiblePeerError, KVFerryError
+from kvferry.errors import IncompatiblePeerError, KVFerryError, UsageError
+from kvferry.protocol.wire.field_types import MAX_AUX_BYTES
 
 _ROWS = msgspec.msgpack.Decoder(list[bytes])
+_MOST_BYTES = MAX_AUX_BYTES - 1024
+"""What is around the rows travels, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,20 @@ class MetadataRows:
 
     addresses: tuple[int, ...]
     row_bytes: tuple[int, ...]
+
+    def check_size(self) -> None:
+        """Checks that a request's rows can travel.
+
+        Raises:
+            UsageError: if they are too many bytes.
+        """
+        total = sum(self.row_bytes)
+        if total > _MOST_BYTES:
+            raise UsageError(
+                f"SGLang's metadata of a request has {total} bytes (buffers of {list(self.row_bytes)}), and kvferry "
+                f"sends {_MOST_BYTES} at most: lower --sampling-mask-max-tokens, or unset "
+                "SGLANG_ENABLE_DISAGG_SAMPLING_MASK, on both sides"
+            )
 
     def read(self, index: int) -> bytes:
         """Returns all rows of one request, as aux data."""
