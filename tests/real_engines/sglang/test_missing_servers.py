@@ -248,3 +248,17 @@ def test_all_ranks_know_that_two_servers_differ_when_one_reports_it(pair: Pair, 
 
     for reason in reasons(polls, receivers):
         assert "--kv-cache-dtype" in reason
+
+
+# ---- requests that their server does not know ------------------------------------------------------------------------
+
+
+def test_a_request_whose_data_parallel_rank_is_not_said_does_not_call_its_server_missing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("KVFERRY_BOOTSTRAP_TIMEOUT_S", "1")
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    eventually("found", manager.try_ensure_parallel_info, pair.address)
+    receiver = pair.waiting_receiver(manager, 1)  # SGLang asks for the rank, and would tell it by `init`
+    assert_fails(lambda: [receiver.poll()], [receiver], r"was found, and has not said within 1.* which of its data-par")

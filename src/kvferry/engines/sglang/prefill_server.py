@@ -142,10 +142,15 @@ class PrefillServers:
         return self._servers[address].page_tokens
 
     def why_not_found(self, address: str, since: float, now: float) -> str | None:
-        """Returns why a request that has waited since then for a look-up should wait no longer; None if it should."""
+        """Returns why a request that has waited for a server since then should wait no longer; None if it should."""
         problem, longest_s = self._look_ups.problem(address, since), self._settings.bootstrap_timeout_s
         if now - since < (longest_s if problem is None else problem.wait_s(longest_s)):
             return None
+        if address in self._found:
+            return (
+                f"the prefill server at {address} was found, and has not said within {now - since:.1f} s which of its "
+                "data-parallel ranks has the request's room: was the request sent to it, too?"
+            )
         reason = problem.error if problem is not None else "it has not answered yet"
         return f"the prefill server at {address} was not found within {now - since:.1f} s: {reason}"
 
