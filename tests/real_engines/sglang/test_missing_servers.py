@@ -11,12 +11,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
 from sglang.srt.disaggregation.common.conn import KVTransferError
+from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from tests.real_engines.sglang.crossings import Members, Request
 from tests.real_engines.sglang.ranks import PREFILL, Model, Rank
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
@@ -24,6 +26,7 @@ from tests.support.waiting import eventually
 
 from kvferry import RegistryServer, Settings, create_registry, create_registry_client
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
+from kvferry.engines.sglang.look_ups import take_over
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 
 pytestmark = pytest.mark.timeout(60)
@@ -262,3 +265,20 @@ def test_a_request_whose_data_parallel_rank_is_not_said_does_not_call_its_server
     eventually("found", manager.try_ensure_parallel_info, pair.address)
     receiver = pair.waiting_receiver(manager, 1)  # SGLang asks for the rank, and would tell it by `init`
     assert_fails(lambda: [receiver.poll()], [receiver], r"was found, and has not said within 1.* which of its data-par")
+
+
+def test_addresses_that_requests_name_are_not_kept(pair: Pair):
+    """SGLang noted each, for as long as the server ran."""
+    pair.begin(Model())
+    (manager,) = pair.decode.managers
+    queue = SimpleNamespace(kv_manager=manager, _ensure_retry_count={}, _ensure_last_attempt_time={})
+    take_over(queue)
+    waiting = object()
+    for _ in range(2):
+        for port in range(1, 100):
+            ready, left = DecodePreallocQueue._ensure_prefill_info(queue, {f"127.0.0.1:{port}": [waiting]})
+            assert (ready, left) == ({}, [waiting])
+    assert not queue._ensure_retry_count
+    assert not queue._ensure_last_attempt_time
+    found = {pair.address: [waiting]}
+    eventually("found", lambda: DecodePreallocQueue._ensure_prefill_info(queue, found) == (found, []))

@@ -112,4 +112,10 @@ def test_who_has_ended_is_not_waited_for_and_who_is_silent_not_for_long(
 def test_sglangs_queue_asks_with_every_turn_and_gives_nobody_up_by_itself():
     queue = SimpleNamespace(_ensure_retry_interval=1.0, _max_ensure_retries=15)
     take_over(queue)
-    assert vars(queue) == {"_ensure_retry_interval": 0.0, "_max_ensure_retries": math.inf}
+    queue._ensure_retry_count["a:1"] = queue._ensure_last_attempt_time["a:1"] = 1
+    assert vars(queue) == {
+        "_ensure_retry_interval": 0.0,
+        "_max_ensure_retries": math.inf,
+        "_ensure_retry_count": {},
+        "_ensure_last_attempt_time": {},
+    }

@@ -43,6 +43,14 @@ def take_over(queue: Any) -> None:
     """
     queue._ensure_retry_interval = 0.0
     queue._max_ensure_retries = math.inf
+    queue._ensure_retry_count, queue._ensure_last_attempt_time = _Nothing(), _Nothing()
+
+
+class _Nothing(dict[str, Any]):
+    """Keeps nothing: what SGLang would note of every address that a request names, and is ours to know."""
+
+    def __setitem__(self, address: str, noted: Any) -> None:
+        """Leaves it out."""
 
 
 @dataclass(frozen=True, slots=True)
