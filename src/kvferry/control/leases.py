@@ -22,7 +22,8 @@ The rules:
    engine is forgotten. Its ranks renew by turns, evenly spread, at least three of them in the time of a lease. The more
    ranks there are in all, the less often each has a turn, so that all together renew `RENEWALS_PER_S` times a second at
    most, or three times a lease an engine where that is more. A rank that has missed its turn is forgotten soon after,
-   though the others of its engine live.
+   though the others of its engine live. Of a forgotten engine some may live, whose turns come later: none of its ranks
+   counts as ended before its own lease has run out.
 """
 
 from __future__ import annotations
@@ -122,6 +123,7 @@ class Leases:
         self._max_engines = max_engines
         self._max_ranks = max_ranks
         self._engines: dict[str, _Engine] = {}
+        self._silent: OrderedDict[str, _Lease] = OrderedDict()  # of engines forgotten before these ran out
         self._num_ranks = 0  # those that live
         self._num_declared = 0  # those that their engines have
         self._num_begun = 0  # those that were new when they registered, ever
@@ -133,15 +135,16 @@ class Leases:
         """Keeps an operator's word that this start of a rank has ended, whatever became of it.
 
         Raises:
-            RegistrationRefusedError: if it holds a lease: it lives, or has died just now.
+            RegistrationRefusedError: if it holds a lease, though its engine may be forgotten: it lives, or has died
+                just now.
             SettingsError: if no endpoint can have that name.
         """
         check_text("the endpoint", incarnation, LONGEST_INCARNATION)
         self._drop_expired(now)
-        for engine in self._engines.values():
-            for lease in engine.leases.values():
-                if lease.registration.incarnation == incarnation:
-                    raise refuse_release(lease.registration, self._within_s(lease, now))
+        listed = (lease for engine in self._engines.values() for lease in engine.leases.values())
+        for lease in (*listed, *self._silent.values()):
+            if lease.registration.incarnation == incarnation and now < lease.expires_at:
+                raise refuse_release(lease.registration, self._within_s(lease, now))
         remember(self._released, incarnation, None, MOST_RELEASED)
 
     def released(self) -> tuple[str, ...]:
@@ -201,6 +204,7 @@ class Leases:
         # Time to try again where a renewal fails, as those do that wait for their turn to come back.
         lease_s = max(self._lease_s, turn_at - now + self._lease_s / 2 + 2 * return_s)
         engine.leases[rank] = _Lease(registration, turn_at, now + lease_s)
+        self._silent.pop(registration.incarnation, None)
         engine.holds_until = min(engine.holds_until, now + lease_s)
         return Grant(lease_s, turn_at - now, return_s)
 
@@ -262,6 +266,9 @@ class Leases:
         if engine is None:
             return _Engine()
         if engine.expires_at <= now:
+            for lease in engine.leases.values():  # some may live: it is not their turn yet
+                if now < lease.expires_at:
+                    remember(self._silent, lease.registration.incarnation, lease, self._max_ranks)
             self._forget(name)
             return _Engine()
         if engine.holds_until <= now:

@@ -201,6 +201,19 @@ def test_an_engine_that_lost_most_ranks_is_back_with_the_next_turn_of_one_that_l
         assert fleet.listed() == 2
 
 
+def test_no_rank_counts_as_ended_because_its_engine_was_silent_while_its_turn_was_to_come():
+    fleet = Fleet(6_400, start_s=10.0, engine_ranks=16)
+    fleet.ranks[:16] = [rank(number, 16, engine="prefill-0", incarnation=f"start-{number}") for number in range(16)]
+    fleet.run(100.0)
+    fleet.die(lambda number: number < 8)
+    for until in range(101, 200):
+        fleet.run(float(until))
+        with pytest.raises(RegistrationRefusedError, match="'start-12' is registered"):
+            fleet.leases.release("start-12", fleet.at)
+    fleet.leases.release("start-3", fleet.at)
+    assert fleet.leases.released() == ("start-3",)
+
+
 @pytest.mark.full
 def test_an_engine_whose_ranks_have_all_something_new_to_say_is_not_silent_then():
     fleet = Fleet(10_000, start_s=10.0)
