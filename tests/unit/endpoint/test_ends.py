@@ -209,6 +209,25 @@ def test_an_api_that_cannot_be_asked_is_named(scene: Callable[..., Scene], api: 
     frees(its, receiver)
 
 
+def test_a_pod_that_cannot_be_asked_about_keeps_no_other_from_being_proved(
+    scene: Callable[..., Scene], api: KubernetesApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    answer = api.answer
+
+    def confined(path: str, authorization: str) -> tuple[int, bytes]:
+        if "/namespaces/foreign/" in path:
+            return 403, b'{"kind": "Status", "reason": "Forbidden"}'
+        return answer(path, authorization)
+
+    monkeypatch.setattr(api, "answer", confined)
+    its = scene(**in_a_pod(api, tmp_path))
+    its.struck(pod_namespace="foreign")
+    its.engine = new_engine_name("prefill")
+    its.struck()
+    api.end("prefill-0")
+    eventually("only the foreign one is left", lambda: ["status 403" in each.problem for each in its.lost] == [True])
+
+
 # ---- the path that needs no proof -----------------------------------------------------------------------------------
 
 

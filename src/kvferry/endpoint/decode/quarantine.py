@@ -47,13 +47,13 @@ class Quarantine:
         # Where a death does not end the transport's writes, nothing proves that they have ended.
         declared = settings.proofs if context.transport.promises.fenced_by_death else frozenset()
         self._reach = Reach(declared, platform.process.machine)
-        self._problem = ""  # why a source could not be asked; empty if all could
+        self._problems: OrderedDict[str, str] = OrderedDict()  # why a source could not be asked, by endpoint
         self._does_without = settings.unproven_path == "auto"
         self._orchestrator: Orchestrator | None = None
         if Proof.KUBERNETES in declared:
             self._orchestrator = platform.orchestrator(settings)
         self._background = platform.background_executor("kvferry-decode-ends")
-        # Guards what is known of pods: two threads may ask.
+        # Guards what is known of pods, and what could not be asked: two threads may ask.
         self._lock = threading.Lock()
         self._known = KnownPods()
         self._is_asking = False
@@ -72,7 +72,7 @@ class Quarantine:
                 ring_bytes=self._context.staging.bytes_of(endpoint),
                 proof=lost.proof.value if lost.proof is not None else "",
                 frees=self._reach.how(lost.process, endpoint) if lost.proof is None else (),
-                problem=self._problem if lost.proof is None else "",
+                problem=self._problems.get(endpoint, "") if lost.proof is None else "",
             )
             for endpoint, lost in self.lost.all
         ]
@@ -88,7 +88,7 @@ class Quarantine:
         """Forgets a rank that was found again, and learns where its pod runs: its object may be missing later."""
         self.lost.discard(peer.endpoint)
         if self._orchestrator is not None and peer.process.pod is not None:
-            self._background.submit(partial(self._learn, peer.process.pod))
+            self._background.submit(partial(self._learn, peer.endpoint, peer.process.pod))
 
     def release(self, endpoint: str) -> None:
         """Gives back the rings of a rank that will not write again."""
@@ -192,39 +192,51 @@ class Quarantine:
 
     # ---- in the background ----------------------------------------------------------------------------------------
 
-    def _learn(self, pod: PodIdentity) -> None:
+    def _learn(self, endpoint: str, pod: PodIdentity) -> None:
         try:
             self._look_at(pod)
         except BaseException as error:
-            self._failed(error)
+            self._failed([endpoint], error)
 
     def _ask(self, doubtful: Sequence[tuple[str, ProcessIdentity]]) -> None:
-        proved: list[tuple[str, Proof]] = []
         try:
             if Proof.OPERATOR in self._reach.declared:
-                proved += self._released(doubtful)
+                self._prove(self._released(doubtful), Proof.OPERATOR)
             for endpoint, process in doubtful if self._orchestrator is not None else ():
-                if process.pod is not None and (why := self._look_at(process.pod)):
-                    log.warning("prefill endpoint %s has ended: the Kubernetes API says that %s", endpoint, why)
-                    proved.append((endpoint, Proof.KUBERNETES))
-            self._problem = ""
+                self._ask_about(endpoint, process.pod)
         except BaseException as error:
-            self._failed(error)
-        self._context.submit(partial(self._asked, proved))
+            self._failed([endpoint for endpoint, _ in doubtful], error)
+        self._context.submit(self._asked)
 
-    def _asked(self, proved: list[tuple[str, Proof]], now: float) -> None:
+    def _ask_about(self, endpoint: str, pod: PodIdentity | None) -> None:
+        """Asks about one pod. That it cannot be asked about, as where a namespace is not ours to read, is its alone."""
+        try:
+            if pod is not None and (why := self._look_at(pod)):
+                log.warning("prefill endpoint %s has ended: the Kubernetes API says that %s", endpoint, why)
+                self._prove([endpoint], Proof.KUBERNETES)
+            with self._lock:
+                self._problems.pop(endpoint, None)
+        except OrchestratorError as error:
+            self._failed([endpoint], error)
+
+    def _prove(self, endpoints: Sequence[str], proof: Proof) -> None:
+        def prove(_: float) -> None:
+            for endpoint in endpoints:
+                self.ended(endpoint, proof)
+
+        self._context.submit(prove)
+
+    def _asked(self, _: float) -> None:
         self._is_asking = False
-        for endpoint, proof in proved:
-            self.ended(endpoint, proof)
 
-    def _released(self, doubtful: Sequence[tuple[str, ProcessIdentity]]) -> list[tuple[str, Proof]]:
+    def _released(self, doubtful: Sequence[tuple[str, ProcessIdentity]]) -> list[str]:
         """Returns those that an operator has released at the registry."""
         try:
             released = set(self._context.registry.released())
         except KVFerryError as error:
             log.debug("the registry does not say whom operators have released: %s", error)
             return []
-        return [(endpoint, Proof.OPERATOR) for endpoint, _ in doubtful if endpoint in released]
+        return [endpoint for endpoint, _ in doubtful if endpoint in released]
 
     def _look_at(self, pod: PodIdentity) -> str:
         """Returns what proves that a pod's process has ended; empty if nothing does.
@@ -239,8 +251,11 @@ class Quarantine:
         node = self._orchestrator.node(name) if name is not None else None
         return why_ended(pod, found, name, node)
 
-    def _failed(self, error: BaseException) -> None:
+    def _failed(self, endpoints: Sequence[str], error: BaseException) -> None:
         problem = str(error) if isinstance(error, OrchestratorError) else f"{type(error).__name__}: {error}"
-        if problem != self._problem:
+        with self._lock:
+            is_new = problem not in self._problems.values()
+            for endpoint in endpoints:
+                remember(self._problems, endpoint, problem, _MOST_WAITED_FOR)
+        if is_new:
             log.warning("whether lost prefill ranks have ended cannot be asked: %s", problem)
-        self._problem = problem
