@@ -106,9 +106,13 @@ class MessageSender:
         is_there = bool(self._socket.poll(0, zmq.POLLOUT))  # what waits to be sent has no bound
         if is_there:
             self._state = ConnectionState.CONNECTED
-            waiting, self._waiting = self._waiting, []
-            for message in waiting:
-                self._socket.send_multipart([*self._head, message], zmq.NOBLOCK)
+            try:
+                while self._waiting:
+                    self._socket.send_multipart([*self._head, self._waiting[0]], zmq.NOBLOCK)
+                    del self._waiting[0]
+            except zmq.ZMQError as error:  # it has broken meanwhile
+                log.debug("the connection to %s is gone: %s", self._peer, error)
+                self._state = ConnectionState.LOST
         elif self._state is ConnectionState.CONNECTED or time.monotonic() > self._given_up_at:
             self._state = ConnectionState.LOST
         return self._state
@@ -152,6 +156,7 @@ class MessageChannel:
             raise TransportError(f"cannot listen on {host!r} for notifications: {problem}")
         self._name = endpoint_name
         self._token = secrets.token_bytes(_TOKEN_BYTES)
+        self._dropped = 0  # notifications of strangers
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         # Guards the socket, which ZMQ gives to one thread at a time.
         self._lock = threading.Lock()
@@ -172,19 +177,27 @@ class MessageChannel:
         return MessageSender(self._context, self._name, peer, address)
 
     def take(self) -> list[tuple[str, bytes]]:
-        """Returns what has arrived since the last call: (name of the sender, message)."""
+        """Returns what has arrived since the last call, or some of it: (name of the sender, message)."""
         taken: list[tuple[str, bytes]] = []
         with self._lock:
-            while not self._socket.closed and len(taken) < _MOST_AT_A_TIME:
+            for _ in range(_MOST_AT_A_TIME):  # strangers' among them: they must not hold the caller
+                if self._socket.closed:
+                    break
                 try:
                     frames = self._socket.recv_multipart(zmq.NOBLOCK)
                 except zmq.Again:
                     break
                 if len(frames) != _FRAMES or not hmac.compare_digest(frames[0], self._token):
-                    log.warning("a notification of a stranger, without this endpoint's token, was dropped")
+                    self._drop()
                     continue
                 taken.append((frames[1].decode("utf-8", "replace"), frames[2]))
         return taken
+
+    def _drop(self) -> None:
+        """Counts a stranger's notification, and says so ever more rarely: a flood must not fill the log."""
+        self._dropped += 1
+        if self._dropped.bit_count() == 1:  # the 1st, 2nd, 4th, 8th, and so on
+            log.warning("notification %d of a stranger, without this endpoint's token, was dropped", self._dropped)
 
     def close(self) -> None:
         """Closes the socket that it receives by, and all connections; what was sent has half a second to leave."""

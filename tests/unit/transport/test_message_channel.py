@@ -94,6 +94,54 @@ def test_whoever_does_not_know_the_token_is_not_heard(
     stranger.close()
 
 
+def test_a_stranger_who_floods_neither_holds_whoever_takes_nor_fills_the_log(
+    receiver: MessageChannel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    sent = 4_000
+    with zmq.Context() as context, context.socket(zmq.PUSH) as rude, caplog.at_level(logging.WARNING):
+        rude.setsockopt(zmq.LINGER, 0)
+        rude.connect(f"tcp://127.0.0.1:{receiver.address.port}")
+        for _ in range(sent):
+            rude.send(b"one frame")
+        received: list[int] = []
+        receive = receiver._socket.recv_multipart
+
+        def counted(flags: int) -> list[bytes]:
+            frames = receive(flags)
+            received[-1] += 1
+            return frames
+
+        monkeypatch.setattr(receiver._socket, "recv_multipart", counted)
+
+        def all_are_dropped() -> bool:
+            received.append(0)
+            assert receiver.take() == []
+            return sum(received) == sent
+
+        eventually("all are dropped", all_are_dropped)
+    assert max(received) <= 1_000
+    assert caplog.text.count("without this endpoint's token") <= 12
+
+
+def test_a_connection_that_breaks_as_it_is_looked_at_is_lost(
+    sender: MessageChannel, receiver: MessageChannel, monkeypatch: pytest.MonkeyPatch
+):
+    connection = sender.connect("receiver", receiver.address)
+    eventually("it is connected", lambda: connection.state is ConnectionState.CONNECTED)
+    monkeypatch.setattr(connection, "_state", ConnectionState.CONNECTING)
+    connection._waiting = [b"waits"]
+
+    def broken(*_: object) -> None:
+        raise zmq.Again
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(connection._socket, "send_multipart", broken)
+        assert connection.state is ConnectionState.LOST
+    with pytest.raises(PeerDisconnectedError):
+        connection.send(b"too late")
+    connection.close()
+
+
 def send_to(sender: MessageChannel, address: ChannelAddress) -> None:
     connection = sender.connect("receiver", address)
     eventually("it is given up", lambda: connection.state is ConnectionState.LOST)
