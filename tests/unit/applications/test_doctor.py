@@ -43,12 +43,14 @@ class Toys(Diagnosis):
 
 def test_settings_say_where_they_come_from_and_secrets_stay_secret():
     environment = {"KVFERRY_HOST": "127.0.0.1", "KVFERRY_SECRET": "0123456789abcdef", "TOY_SPEED": "9", "HOME": "/"}
+    environment["KVFERRY_REGISTRY_URL"] = "etcd://user:pass/w@rd@host:2379"
     found = list(configuration.variables(environment, Toys()))
     assert {finding.severity for finding in found} == {Severity.GOOD}
     said = " ".join(finding.what for finding in found)
     assert "KVFERRY_HOST = '127.0.0.1', from the environment" in said
     assert "TOY_SPEED = '9', which toys read" in said
     assert "0123456789abcdef" not in said
+    assert "KVFERRY_REGISTRY_URL = 'etcd://(a secret)@host:2379'" in said
     assert "HOME" not in said
 
 

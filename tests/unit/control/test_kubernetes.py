@@ -57,6 +57,19 @@ def test_a_token_that_has_changed_is_read_again(api: KubernetesApi, tmp_path: Pa
     client.close()
 
 
+@pytest.mark.parametrize(
+    "content", [b"SECRET one\nSECRET two\n", b"SECRET\x00", "SECRETé".encode(), b"SECRET\xff", b""]
+)
+def test_what_is_no_token_is_not_quoted(api: KubernetesApi, tmp_path: Path, content: bytes):
+    client = api.client(tmp_path / "token")
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(OrchestratorError, match="KVFERRY_KUBERNETES_TOKEN_FILE") as refusal:
+        client.pod(POD)
+    assert "SECRET" not in str(refusal.value)
+    assert not api.asked
+    client.close()
+
+
 def test_names_from_peers_stay_within_the_path(api: KubernetesApi, tmp_path: Path):
     client = api.client(tmp_path / "token")
     with pytest.raises(OrchestratorError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import socket
 from collections.abc import Iterator, Mapping
 
@@ -14,6 +15,7 @@ from kvferry.settings import PREFIX, Settings, all_fields, is_loopback, is_secre
 from kvferry.transport import Diagnosis
 from kvferry.transport.devices import interface_of
 
+_USER_INFO = re.compile(r"//.*@")
 _OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
 """Variables that are no settings, but mean something."""
 
@@ -31,7 +33,9 @@ def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[
     for name, value in sorted(given.items()):
         if name.upper() in known:
             field = fields.get(name.upper())
-            shown = "(a secret)" if field is not None and is_secret(field) else repr(value)
+            shown = (
+                "(a secret)" if field is not None and is_secret(field) else repr(_USER_INFO.sub("//(a secret)@", value))
+            )
             yield good("settings", f"{name} = {shown}, from the environment")
             continue
         near = difflib.get_close_matches(name.upper(), known, n=1)

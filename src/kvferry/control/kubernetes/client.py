@@ -5,6 +5,7 @@ Whoever asks waits: not for an endpoint's thread.
 
 from __future__ import annotations
 
+import re
 import ssl
 import threading
 from abc import ABC, abstractmethod
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 ObjectT = TypeVar("ObjectT")
 
 _LARGEST_ANSWER_BYTES = 16 * 1024 * 1024
+_TOKEN = re.compile("[!-~]+( [!-~]+)*")
 
 
 class KubernetesSettings(OwnSettings):
@@ -156,7 +158,12 @@ class KubernetesClient(Orchestrator):
         import httpx
 
         try:
-            token = self._token_file.read_text().strip()
+            token = self._token_file.read_text("latin-1").strip()
+            if _TOKEN.fullmatch(token) is None:  # an error about a header would quote it
+                raise OrchestratorError(
+                    f"the service account's token {self._token_file} (KVFERRY_KUBERNETES_TOKEN_FILE) holds no token: "
+                    "one line of visible ASCII"
+                )
             answer = request(
                 self._connections(),
                 self.url + path,
