@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 from rich.console import Console
 from tests.support.caches import Model
 from tests.support.engines import Engines, Requests
+from tests.support.registered_ranks import rank
 from tests.support.statuses import WELL
 from tests.support.waiting import eventually
 from typer.testing import CliRunner, Result
 
 from kvferry.applications.doctor import others
+from kvferry.applications.drain import run as drain
+from kvferry.applications.top import asking
 from kvferry.applications.top.asking import Sample
 from kvferry.applications.top.view import Rates, page
 from kvferry.cli.app import app
@@ -110,6 +115,61 @@ def test_who_has_left_has_nothing_open(made: Callable[..., Requests], monkeypatc
     said = run(monkeypatch, requests, str(decode.observe_url), "--timeout", "20")
     leaving.join()
     assert said.exit_code == 0, said.output
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+def test_a_rank_that_the_registry_has_forgotten_has_not_drained(monkeypatch: pytest.MonkeyPatch, is_back: bool):
+    its = rank(0, 1, open_rooms=7)
+    registry = RegistryServer(port=0)
+    registry.start()
+    port = int(registry.url.rpartition(":")[2])
+    monkeypatch.setenv("KVFERRY_REGISTRY_URL", registry.url)
+    monkeypatch.setattr(drain, "_LOOK_S", 0.01)
+    restarted = RegistryServer(port=port)
+    begin = drain._Engine.begin
+
+    def told_and_forgotten(target: drain._Engine) -> str:
+        said = begin(target)
+        registry.close()
+        restarted.start()
+        if is_back:
+            client.register(its)
+        return said
+
+    monkeypatch.setattr(drain._Engine, "begin", told_and_forgotten)
+    with RegistryClient(registry.url) as client:
+        client.register(its)
+        said = CliRunner().invoke(app, ["drain", its.engine, "--timeout", "0.2"])
+    restarted.close()
+    assert said.exit_code == 1, said.output
+    expected = "drain it again" if is_back else "left without saying that it has drained"
+    assert expected in " ".join(said.output.split())
+
+
+def test_an_endpoint_that_cannot_be_found_for_a_moment_has_not_left(
+    made: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = made()
+    requests.open_decode(requests.new(1))
+    ask = drain._Endpoint._ask
+
+    def lost_for_a_moment(target: drain._Endpoint, method: str, page: str, expected: int) -> drain._Seen:
+        if method == "GET":
+            raise httpx.ConnectError("[Errno -3] Temporary failure in name resolution")
+        return ask(target, method, page, expected)
+
+    monkeypatch.setattr(drain._Endpoint, "_ask", lost_for_a_moment)
+    said = run(monkeypatch, requests, str(requests.decode.endpoints[0].observe_url), "--timeout", "0")
+    assert said.exit_code == 1
+    assert "does not answer: [Errno -3]" in said.output
+
+
+def test_an_endpoint_that_is_too_busy_to_answer_is_among_those_of_this_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(asking, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        port = busy.getsockname()[1]
+        assert asking.present(port)[0] == f"127.0.0.1:{port}"
+        assert f"127.0.0.1:{port}" in asking.present(port - 1)
 
 
 def test_a_hook_before_the_stop_drains_what_runs_here(made: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

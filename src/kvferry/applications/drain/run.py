@@ -11,7 +11,7 @@ import httpx
 import msgspec
 
 from kvferry.answers import request
-from kvferry.applications.top.asking import IS_IT_STARTED, addresses, present
+from kvferry.applications.top.asking import IS_IT_STARTED, addresses, is_refused, present
 from kvferry.control.construction import create_registry_client, credentials_of
 from kvferry.control.credentials import bearing
 from kvferry.control.registry import Registry
@@ -45,6 +45,7 @@ class _Engine(_Target):
         self._registry = registry
         self._name = name
         self._told: frozenset[str] = frozenset()
+        self._drained: set[str] = set()
 
     def begin(self) -> str:
         self._told = frozenset(self._registry.drain(self._name))
@@ -55,11 +56,19 @@ class _Engine(_Target):
             view = self._registry.engine(self._name)
         except RegistryError as problem:
             return [str(problem)]
-        return [
-            f"rank {each.engine_rank} of {self._name!r} has not said that it has drained: {each.open_rooms} rooms open"
-            for each in view.registrations
-            if each.incarnation in self._told and not each.drained
-        ]
+        self._drained |= {each.incarnation for each in view.registrations if each.drained}
+        listed = {each.incarnation: each for each in view.registrations}
+        still = []
+        for incarnation in sorted(self._told - self._drained):
+            if (each := listed.get(incarnation)) is None:
+                still.append(f"{incarnation!r} of {self._name!r} left without saying that it has drained")
+                continue
+            again = "" if each.draining else "; the registry has forgotten that it is to drain: drain it again"
+            still.append(
+                f"rank {each.engine_rank} of {self._name!r} has not said that it has drained: {each.open_rooms} rooms "
+                f"open{again}"
+            )
+        return still
 
 
 class _Seen(msgspec.Struct, frozen=True):
@@ -93,9 +102,9 @@ class _Endpoint(_Target):
     def open(self) -> list[str]:
         try:
             seen = self._ask("GET", "status", 200)
-        except httpx.ConnectError:
-            return []  # it has left
         except httpx.HTTPError as error:
+            if is_refused(error):
+                return []  # it has left: it answered when it was told to drain
             return [f"{self._address} does not answer: {error}"]
         if seen.is_drained:
             return []

@@ -40,6 +40,7 @@ class Sample:
         problem: why not.
         remedy: what may help.
         sent_bytes: of its counters.
+        is_refused: whether nobody listens there.
     """
 
     address: str
@@ -48,6 +49,7 @@ class Sample:
     problem: str = ""
     remedy: str = ""
     sent_bytes: float = 0.0
+    is_refused: bool = False
 
 
 def addresses(given: Sequence[str]) -> list[str]:
@@ -72,9 +74,12 @@ def addresses(given: Sequence[str]) -> list[str]:
 
 
 def present(port: int) -> list[str]:
-    """The endpoints of this machine that answer on a port or behind it; the port itself if none does."""
+    """The addresses of this machine, on a port or behind it, where somebody listens; the port itself if nobody does.
+
+    An endpoint that is too busy to answer is among them.
+    """
     targets = [f"127.0.0.1:{each}" for each in range(port, min(port + PORTS, 65536))]
-    return [sample.address for sample in ask_once(targets) if sample.status is not None] or targets[:1]
+    return [sample.address for sample in ask_once(targets) if not sample.is_refused] or targets[:1]
 
 
 def ask_once(targets: Sequence[str]) -> list[Sample]:
@@ -114,7 +119,9 @@ class Asker:
             sent_bytes = _sent_bytes(self._get(address, "metrics").decode())
         except httpx.HTTPError as error:
             what, remedy = why_unanswered(error)
-            return Sample(address, time.monotonic(), None, f"does not answer: {what}", remedy)
+            return Sample(
+                address, time.monotonic(), None, f"does not answer: {what}", remedy, is_refused=is_refused(error)
+            )
         except (msgspec.MsgspecError, ValueError) as error:
             return Sample(address, time.monotonic(), None, f"is no endpoint of kvferry {__version__}: {error}")
         return Sample(address, time.monotonic(), found, sent_bytes=sent_bytes)
@@ -126,6 +133,11 @@ class Asker:
         if answer.status != 200:
             raise ValueError(f"status {answer.status} for /{page}")
         return answer.body
+
+
+def is_refused(error: httpx.HTTPError) -> bool:
+    """Whether the host is there, and nobody listens."""
+    return isinstance(error, httpx.ConnectError) and "refused" in str(error).lower()
 
 
 def why_unanswered(error: httpx.HTTPError) -> tuple[str, str]:
@@ -140,7 +152,7 @@ def why_unanswered(error: httpx.HTTPError) -> tuple[str, str]:
             f"it takes the connection, and says nothing within {_ANSWER_S:g} s",
             "is its process stopped or overloaded, or does the network lose much? docs/hosts.md",
         )
-    if isinstance(error, httpx.ConnectError) and "refused" in str(error).lower():
+    if is_refused(error):
         return (
             f"{error}: the host is there, and nobody listens",
             IS_IT_STARTED,
