@@ -166,7 +166,8 @@ class ZmqListeningEnd(ListeningEnd):
                 peer_timeout_s=peer_timeout_s,
             )
         except BaseException:
-            self._give_back()
+            self._context.destroy(linger=0)  # a socket that the channel left open would keep it from ending
+            self._wakeup.close()
             raise
         self.port = self._channel.port
         self._poller = zmq.Poller()

@@ -8,6 +8,7 @@ import os
 import resource
 import select
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -166,6 +167,22 @@ def test_a_port_that_is_taken_leaves_nothing_behind(context):
         with pytest.raises(SettingsError, match="KVFERRY_CONTROL_PORT"):
             ListeningChannel(context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
     context.term()  # would wait for ever for a socket that was left open
+
+
+def test_what_interrupts_a_listening_end_as_it_is_made_gets_out(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    ended = threading.Event()
+    monkeypatch.setattr("kvferry.control.channel._Connections.watch", interrupted)
+
+    def make() -> None:
+        with contextlib.suppress(KeyboardInterrupt):
+            ZmqListeningEnd(host="127.0.0.1", port=0)
+        ended.set()
+
+    threading.Thread(target=make, daemon=True).start()
+    assert ended.wait(PATIENCE_S / 6), "it waits for a socket that nobody closes"
 
 
 def test_a_decode_rank_reaches_more_prefill_ranks_than_zmq_allows_by_itself():
