@@ -567,7 +567,11 @@ class LeaseKeeper:
         self.registered.set()
         if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
             self._was_told_to_drain = True
-            self._on_drain()
+            try:
+                self._on_drain()
+            except Exception:
+                # As with `on_problem`.
+                logger_of(__name__).exception("on_drain raised an error")
         return self._renewals.granted(grant)
 
     def remove(self) -> None:

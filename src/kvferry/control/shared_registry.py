@@ -199,7 +199,13 @@ class SharedRegistry(Registry):
             shared.watchers.setdefault(self, []).append(changed)
             is_first, shared.is_watching = not shared.is_watching, True
         if is_first:
-            client.watch(shared.tell)
+            try:
+                client.watch(shared.tell)
+            except BaseException:
+                with shared.lock:
+                    shared.is_watching = False
+                    shared.watchers.pop(self, None)  # it tries again
+                raise
         else:
             changed(None)  # what happened before was told to others
 

@@ -638,3 +638,29 @@ class TestDoctor:
         assert [each.severity for each in found] == [Severity.WARNING, Severity.WARNING, Severity.ERROR]
         assert "127.0.0.1:9 does not answer: Connection refused" in found[0].what
         assert "start its members" in found[-1].remedy
+
+
+def test_a_watch_whose_thread_cannot_start_is_begun_anew_and_keeps_nobody_from_closing(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    start = threading.Thread.start
+
+    def no_thread(thread: threading.Thread) -> None:
+        if thread.name == "kvferry-etcd-watch":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    client, told = EtcdRegistry("etcd://127.0.0.1:9"), list[str | None]()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError):
+            client.watch(told.append)
+    client.watch(told.append)
+    assert [each for each in threading.enumerate() if each.name == "kvferry-etcd-watch"]
+    client.close()
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(threading.Thread, "start", no_thread)
+        another = EtcdRegistry("etcd://127.0.0.1:9")
+        with pytest.raises(RuntimeError):
+            another.watch(told.append)
+        another.close()

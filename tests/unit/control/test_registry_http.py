@@ -615,6 +615,19 @@ class TestLeaseKeeper:
         assert problems == []
         assert keeper.last_error is None
 
+    def test_one_whose_endpoint_cannot_drain_still_renews(self, caplog: pytest.LogCaptureFixture):
+        def broken() -> None:
+            raise ValueError("it cannot drain")
+
+        with RegistryServer(port=0, lease_s=0.6) as server, RegistryClient(server.url) as client:
+            asked = counted_registrations(client)
+            with LeaseKeeper(client, rank(0), lambda problem: None, on_drain=broken) as keeper:
+                assert keeper.registered.wait(PATIENCE_S)
+                client.drain("prefill")
+                eventually("it has been told", lambda: "it cannot drain" in caplog.text)
+                before = asked()
+                eventually("it renews", lambda: asked() >= before + 2)
+
     def test_it_registers_again_with_a_registry_that_restarted(self):
         problems: list[Exception] = []
         first = RegistryServer(port=0, lease_s=0.6)

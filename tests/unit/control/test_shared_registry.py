@@ -123,6 +123,25 @@ def test_a_failure_is_everybodys_and_nobody_waits_for_ever(client: Counted, shar
     assert users[0].engine("prefill").engine == "prefill"
 
 
+def test_a_watch_that_fails_is_begun_by_the_next_try(
+    client: Counted, shared: Callable[[], Registry], monkeypatch: pytest.MonkeyPatch
+):
+    told: list[str | None] = []
+    user = shared()
+
+    def failing(_: OnChange) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(client, "watch", failing)
+        with pytest.raises(RuntimeError):
+            user.watch(told.append)
+    user.watch(told.append)
+    assert client.watches == 1
+    client.changed("prefill")
+    assert told == ["prefill"]
+
+
 def test_there_is_one_watch_and_everybody_hears_of_changes(client: Counted, shared: Callable[[], Registry]):
     told: list[tuple[int, str | None]] = []
     users = [shared() for _ in range(3)]

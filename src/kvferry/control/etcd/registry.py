@@ -284,10 +284,11 @@ class EtcdRegistry(Registry):
     def watch(self, changed: OnChange) -> None:
         """Has a callable called when registrations change, and when the cluster may have been away; see `Registry`."""
         with self._lock:
-            self._watchers.append(changed)
             if self._watching is None and not self._closing.is_set():
-                self._watching = threading.Thread(target=self._watch, name="kvferry-etcd-watch", daemon=True)
-                self._watching.start()
+                watching = threading.Thread(target=self._watch, name="kvferry-etcd-watch", daemon=True)
+                watching.start()
+                self._watching = watching  # only now: nobody can wait for the end of one that could not start
+            self._watchers.append(changed)
 
     def load(self) -> None:
         """Loads what requests need, see `Registry.load`."""
