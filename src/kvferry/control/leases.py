@@ -45,6 +45,7 @@ from kvferry.control.registration_rules import (
 )
 from kvferry.control.registry import Grant
 from kvferry.errors import RegistrationRefusedError, SettingsError
+from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import (
     LONGEST_INCARNATION,
@@ -55,6 +56,8 @@ from kvferry.protocol.wire.registrations import (
     RankRegistration,
     check_text,
 )
+
+log = logger_of(__name__)
 
 RENEWALS_PER_S = 120
 """How many ranks renew in a second, at most, where there are more than three in the time of a lease for each engine."""
@@ -205,6 +208,14 @@ class Leases:
         lease_s = max(self._lease_s, turn_at - now + self._lease_s / 2 + 2 * return_s)
         engine.leases[rank] = _Lease(registration, turn_at, now + lease_s)
         self._silent.pop(registration.incarnation, None)
+        if registration.incarnation in self._released:
+            # Accepted while this registry had no lease of it, as after a restart: nobody else is to hear it.
+            del self._released[registration.incarnation]
+            log.error(
+                "%s (%s) was released, and lives: pages that it may write to may be in use again",
+                named(registration),
+                registration.incarnation,
+            )
         engine.holds_until = min(engine.holds_until, now + lease_s)
         return Grant(lease_s, turn_at - now, return_s)
 

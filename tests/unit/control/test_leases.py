@@ -286,6 +286,16 @@ def test_registrations_and_views_survive_json():
     assert msgspec.json.decode(msgspec.json.encode(view), type=EngineView) == view
 
 
+def test_a_released_rank_that_lives_is_released_no_more(caplog: pytest.LogCaptureFixture):
+    """As where a registry has restarted, and knows nobody yet."""
+    registrations = Leases(LEASE_S)
+    registrations.release("first", now=0.0)
+    registrations.release("second", now=0.0)
+    registrations.register(rank(0, incarnation="first"), now=0.5)
+    assert registrations.released() == ("second",)
+    assert "rank 0 of engine 'prefill' (first) was released, and lives" in caplog.text
+
+
 class RegistryRules(RuleBasedStateMachine):
     """Random registrations, removals and waits, beside the rules written a second time as plain facts."""
 
