@@ -12,11 +12,10 @@ from dataclasses import dataclass
 import msgspec
 
 from kvferry.errors import IncompatiblePeerError, KVFerryError, UsageError
-from kvferry.protocol.wire.field_types import MAX_AUX_BYTES
 
 _ROWS = msgspec.msgpack.Decoder(list[bytes])
-_MOST_BYTES = MAX_AUX_BYTES - 1024
-"""What is around the rows travels, too."""
+_MOST_BYTES = 1023 * 1024
+"""A room carries a mebibyte beside its pages (`aux` of `Sender.submit`), and what is around the rows travels, too."""
 
 
 @dataclass(frozen=True, slots=True)
