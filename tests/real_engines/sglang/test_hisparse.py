@@ -253,7 +253,7 @@ def test_keys_and_values_arrive_in_host_memory_and_all_else_on_the_device(pair: 
 
 
 def joint(manager: Any, room: int) -> JointReceiver:
-    found = manager._receivers[room]
+    (found,) = manager._receivers[room]
     assert isinstance(found, JointReceiver)
     return found
 
