@@ -22,7 +22,7 @@ CONFIG = '{"model_type": "qwen3", "num_hidden_layers": 4, "num_attention_heads":
 
 ELSEWHERE = {
     "make demo": "tests/processes/test_tutorial.py",
-    "make test": "make test-all, in .ci/run",
+    "make test": "make test, in .ci/run",
     "python -m proof.simulation --count 20000": "tests/simulation",
     "pip install '/path/to/kvferry[nixl,up]'": "tests/processes/test_package_builds.py",
     "kvferry up --model ./Qwen3-8B": "tests/real_engines/vllm",
