@@ -166,8 +166,7 @@ class ZmqListeningEnd(ListeningEnd):
                 peer_timeout_s=peer_timeout_s,
             )
         except BaseException:
-            self._context.destroy(linger=0)  # a socket that the channel left open would keep it from ending
-            self._wakeup.close()
+            self._give_back()
             raise
         self.port = self._channel.port
         self._poller = zmq.Poller()
@@ -194,7 +193,7 @@ class ZmqListeningEnd(ListeningEnd):
         self._give_back()
 
     def _give_back(self) -> None:
-        self._context.term()
+        self._context.destroy(linger=0)  # a channel that was not made may have left a socket open
         self._wakeup.close()
 
 

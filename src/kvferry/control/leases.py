@@ -277,9 +277,7 @@ class Leases:
         if engine is None:
             return _Engine()
         if engine.expires_at <= now:
-            for lease in engine.leases.values():  # some may live: it is not their turn yet
-                if now < lease.expires_at:
-                    remember(self._silent, lease.registration.incarnation, lease, self._max_ranks)
+            self._keep_silent(engine, now)
             self._forget(name)
             return _Engine()
         if engine.holds_until <= now:
@@ -290,6 +288,14 @@ class Leases:
                 return _Engine()
             engine.holds_until = min(lease.expires_at for lease in engine.leases.values())
         return engine
+
+    def _keep_silent(self, engine: _Engine, now: float) -> None:
+        """Keeps the leases of an engine that is about to be forgotten: some may live, whose turn is yet to come."""
+        while self._silent and next(iter(self._silent.values())).expires_at <= now:
+            self._silent.popitem(last=False)
+        for lease in engine.leases.values():
+            if now < lease.expires_at:
+                remember(self._silent, lease.registration.incarnation, lease, self._max_ranks)
 
     def _forget(self, name: str) -> None:
         engine = self._engines.pop(name)

@@ -567,11 +567,7 @@ class LeaseKeeper:
         self.registered.set()
         if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
             self._was_told_to_drain = True
-            try:
-                self._on_drain()
-            except Exception:
-                # As with `on_problem`.
-                logger_of(__name__).exception("on_drain raised an error")
+            self._tell("on_drain", self._on_drain)
         return self._renewals.granted(grant)
 
     def remove(self) -> None:
@@ -587,11 +583,14 @@ class LeaseKeeper:
         previous, self.last_error = self.last_error, error
         if previous is not None and (type(previous), str(previous)) == (type(error), str(error)):
             return
+        self._tell("on_problem", self._on_problem, error)
+
+    def _tell(self, name: str, callback: Callable[..., None], *said: object) -> None:
+        """Calls the caller back, whose mistake must not cost the rank its lease."""
         try:
-            self._on_problem(error)
+            callback(*said)
         except Exception:
-            # The caller's mistake must not cost the rank its lease.
-            logger_of(__name__).exception("on_problem raised an error when it was called with %r", error)
+            logger_of(__name__).exception("%s raised an error when it was called with %r", name, said)
 
 
 def _seconds(text: str) -> float:

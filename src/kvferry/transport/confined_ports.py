@@ -52,30 +52,15 @@ class ListeningSocket:
         """Sets a socket option (SOL_SOCKET). Needs no descriptor more, since there may be none left.
 
         Raises:
-            OSError: if the kernel refuses, or the descriptor is not this socket's any more.
+            OSError: if the kernel refuses, or, with EBADF or ENOTSOCK, the descriptor is not this socket's any more.
         """
         opened = socket.socket(fileno=self.descriptor)
         try:
-            if not self._is(opened):
+            if not opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) or opened.getsockname()[1] != self.port:
                 raise OSError(errno.EBADF, f"descriptor {self.descriptor} is another socket's now")
             opened.setsockopt(socket.SOL_SOCKET, option, value)
         finally:
             opened.detach()  # it stays open
-
-    def is_there(self) -> bool:
-        """Whether the descriptor is still this socket's."""
-        try:
-            opened = socket.socket(fileno=self.descriptor)
-        except OSError:
-            return False
-        try:
-            return self._is(opened)
-        finally:
-            opened.detach()
-
-    def _is(self, opened: socket.socket) -> bool:
-        is_listening = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-        return bool(is_listening) and opened.getsockname()[1] == self.port
 
 
 def sockets_on_every_interface() -> set[ListeningSocket]:

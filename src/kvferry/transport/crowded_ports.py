@@ -8,6 +8,7 @@ connections that do not begin as UCX's do; UCX closes them when it next moves by
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -75,8 +76,6 @@ class CrowdedPorts:
         if is_crowded and not self._is_crowded:
             log.warning("so many files are open that the ports %s are shut for a while: %s", self._ports, REMEDY)
         self._is_crowded = is_crowded
-        self._listening = tuple(each for each in self._listening if each.is_there())  # the library may close them
-        self._shut &= set(self._listening)
         for each in self._listening:
             if is_crowded != (each in self._shut):
                 self._turn(each)
@@ -95,6 +94,9 @@ class CrowdedPorts:
             (shut if self._is_crowded else open_again)(each)
         except OSError as error:
             log.debug("port %d is not shut or opened for a moment: %s", each.port, error)
+            if error.errno in (errno.EBADF, errno.ENOTSOCK):  # the library has closed it
+                self._listening = tuple(other for other in self._listening if other != each)
+                self._shut.discard(each)
         else:
             self._shut ^= {each}
 

@@ -498,14 +498,20 @@ def test_pages_are_kept_until_nobody_writes(pair: Pair, monkeypatch: pytest.Monk
     assert_reusable(pair, request)
 
 
-def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-):
+def asked_without_deferred_release(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> Request:
+    """A request whose cache a decode server has asked for that takes pages back as soon as it hears of a failure."""
     monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
     pair.begin(Model())
     request = Request(pair, 1)
     request.ask()
     wait(request.sent, KVPoll.WaitingForInput)
+    return request
+
+
+def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
+    request = asked_without_deferred_release(pair, monkeypatch)
     (receiver,) = request.receivers
     with monkeypatch.context() as held:
         held.setattr(type(receiver.transfer), "pages_reusable", property(lambda _: False))
@@ -521,11 +527,7 @@ def test_without_deferred_release_sglang_hears_of_a_failure_when_pages_are_safe(
 def test_without_deferred_release_a_client_that_aborts_frees_no_page_that_may_be_written_to(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setenv("SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE", "0")
-    pair.begin(Model())
-    request = Request(pair, 1)
-    request.ask()
-    wait(request.sent, KVPoll.WaitingForInput)
+    request = asked_without_deferred_release(pair, monkeypatch)
     (receiver,) = request.receivers
     with monkeypatch.context() as held:
         held.setattr(type(receiver.transfer), "pages_reusable", property(lambda _: False))

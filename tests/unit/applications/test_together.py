@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -37,7 +38,8 @@ together.main()
 
 def started(*ours_as: str) -> tuple[subprocess.Popen[str], psutil.Process, psutil.Process]:
     """Ours, the command's, and the process that the command has started."""
-    line = [sys.executable, *(ours_as or ("-m", "kvferry.applications.up.together")), sys.executable, "-c", COMMAND]
+    command = json.dumps([sys.executable, "-c", COMMAND])
+    line = [sys.executable, *(ours_as or ("-m", "kvferry.applications.up.together")), command]
     ours = subprocess.Popen(line, stdout=subprocess.PIPE, text=True, start_new_session=True)
     assert ours.stdout is not None
     grandchild = psutil.Process(int(ours.stdout.readline()))
@@ -90,7 +92,12 @@ def test_who_stops_the_group_as_it_starts_does_not_end_the_guard():
 
 
 def test_without_a_group_of_its_own_nothing_is_run():
-    line = [sys.executable, "-m", "kvferry.applications.up.together", sys.executable, "-c", "print('ran')"]
+    line = [
+        sys.executable,
+        "-m",
+        "kvferry.applications.up.together",
+        json.dumps([sys.executable, "-c", "print('ran')"]),
+    ]
     run = subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode == 1
     assert "must lead a process group" in run.stderr

@@ -19,7 +19,6 @@ from typing import NoReturn
 import httpx
 
 from kvferry.applications.up.plan import Program
-from kvferry.applications.up.together import IN_JSON
 from kvferry.errors import ConfigurationError, KVFerryError
 
 _STOP_S = 20
@@ -174,7 +173,7 @@ def configuration(programs: Sequence[Program], directory: Path) -> configparser.
     }
     for priority, program in enumerate(programs):
         config[f"program:{program.name}"] = {
-            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, IN_JSON, _in_json(program.command)))),
+            "command": _literal(shlex.join((sys.executable, "-m", _TOGETHER, _in_json(program.command)))),
             "environment": _literal(_assignments(program.environment)),
             "priority": str(priority),  # the front stops first, the registry last
             "autorestart": "true",

@@ -15,14 +15,11 @@ import signal
 import subprocess
 import sys
 
-IN_JSON = "--in-json"
-"""Says that the command follows as one argument, a list in JSON."""
-
 _SIGNAL_WHEN_PARENT_ENDS = 1  # PR_SET_PDEATHSIG (linux/prctl.h)
 
 
 def main() -> None:
-    """Runs the command on our command line and ends as that does."""
+    """Runs the command that is our one argument, a list in JSON, and ends as that does."""
     if os.getpgrp() != os.getpid():
         sys.exit("kvferry.applications.up.together must lead a process group: it ends all of it")
     _guard()
@@ -30,8 +27,7 @@ def main() -> None:
     # Whoever stops us in order tells the whole group; the command ends as it likes, and we after it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    command = json.loads(sys.argv[2]) if sys.argv[1] == IN_JSON else sys.argv[1:]
-    sys.exit(subprocess.call(command))  # noqa: S603 - whoever starts us says what
+    sys.exit(subprocess.call(json.loads(sys.argv[1])))  # noqa: S603 - whoever starts us says what
 
 
 def _guard() -> None:

@@ -315,11 +315,10 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
 
     def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
         reason = f"the prefill server at {self.bootstrap_addr}: {transfer.error}"
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)  # ready for whoever reports it first
-        self._failed_at = self._failed_at or time.monotonic()
+        may_report = self._may_report(reason)
         if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
             return int(KVPoll.Transferring)  # SGLang would take the pages back at once
-        if not may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
+        if not may_report:
             return int(KVPoll.Transferring)
         self._fail(reason)
         return int(KVPoll.Failed)
@@ -334,10 +333,14 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def _fail_with_others(self, reason: str) -> None:
         """Fails a request that has no transfer, once the other ranks of the group know why, too."""
         self._reason = reason
-        self.kv_mgr.record_failure(self.bootstrap_room, reason)  # ready for whoever reports it first
-        self._failed_at = self._failed_at or time.monotonic()
-        if may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at):
+        if self._may_report(reason):
             self._fail(reason)
+
+    def _may_report(self, reason: str) -> bool:
+        """Has a reason ready for whoever reports it first; returns whether the other ranks have had time to do so."""
+        self.kv_mgr.record_failure(self.bootstrap_room, reason)
+        self._failed_at = self._failed_at or time.monotonic()
+        return may_report_failure(self.kv_mgr.attn_tp_size, self._failed_at)
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
