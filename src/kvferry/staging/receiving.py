@@ -194,9 +194,9 @@ class ReceivingStaging:
             return Staging(path=self.path, problem=str(error))
         if memory is None:
             return Staging(path=self.path, problem=self._why_no_memory())
-        self.kernels.prepare((each.destination for unit in Unit for each in plan.packed_pieces(unit)), is_gather=False)
         ring = WriterRing(memory, plan, epoch=self._resources.epoch(), send=send)
-        self._rings[endpoint] = ring
+        self._rings[endpoint] = ring  # before anything that may raise: the rank's next attempt finds the memory here
+        self.kernels.prepare((each.destination for unit in Unit for each in plan.packed_pieces(unit)), is_gather=False)
         speed = self._resources.copy_bytes_per_s(
             self.kernels, [piece.destination for piece in plan.packed_pieces(Unit.WHOLE)], memory
         )

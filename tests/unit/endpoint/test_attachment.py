@@ -11,9 +11,9 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from kvferry.endpoint.prefill import attachment
+from kvferry.endpoint.prefill import attachment, decode_ranks
 from kvferry.endpoint.prefill.attachment import Attachment, attach
-from kvferry.endpoint.prefill.decode_ranks import HangingWrite
+from kvferry.endpoint.prefill.decode_ranks import DecodePeer, EarlierUndone, HangingWrite
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import KVFerryError, LayoutError, PeerDisconnectedError, TransportError
@@ -154,6 +154,19 @@ def test_a_write_that_measures_and_hangs_is_remembered_once_it_fails():
     write.settled(TransportError("it broke"))
     assert log == ["broken off", "over"]
     assert write.receiver == "d0"
+
+
+def test_a_decode_rank_that_asked_often_while_it_had_to_wait_is_answered_once(monkeypatch: pytest.MonkeyPatch):
+    """It asks with every heartbeat, and an earlier connection may be undone late, or never."""
+    monkeypatch.setattr(decode_ranks, "attach", lambda *_, **__: Mock())
+    _, layout, _ = rank(InProcessNetwork(), 2, 1)
+    context, worker = Mock(), Mock()
+    peer = DecodePeer("d0", Mock(), context, attempt=1, must_wait=True, on_undone=Mock(), now=0.0)
+    for _ in range(1000):
+        peer.handle(Attach("d0", 1, "decode", RankCoordinates(), layout, (), "in-process", b""), worker)
+    context.send.assert_not_called()
+    peer.handle(EarlierUndone(), worker)
+    context.send.assert_called_once()
 
 
 def test_no_write_begins_once_lists_are_being_given_back(attached: Attachment):

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, RankLayout, attention_components, shard_from_tensors
 from kvferry.plan import Piece
 from kvferry.protocol.wire.messages import StagingRing
@@ -84,3 +85,18 @@ def test_a_ring_that_was_given_back_is_offered_to_others_once_nothing_of_it_is_r
     assert offers.offer("p1").address != first.address
     end()
     assert offers.offer("p2").address == first.address
+
+
+def test_memory_is_not_lost_where_copies_into_pages_cannot_be_prepared(offers: Offers, monkeypatch: pytest.MonkeyPatch):
+    """A rank that asks again and again would take all of it."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise TransportUnavailableError("the device does not answer")
+
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(offers.staging.kernels, "prepare", fail)
+        for _ in range(5):  # there are four rings
+            with pytest.raises(TransportUnavailableError):
+                offers.offer("p0")
+    offers.offer("p0")
+    offers.offer("p1")

@@ -151,7 +151,8 @@ class DecodePeer(Actor):
 
     def handle(self, event: PeerEvent, worker: Worker) -> None:
         """Connects or disconnects, once the earlier connection is undone."""
-        self._waiting.append(event)
+        if event not in self._waiting:  # a decode rank asks again with every heartbeat
+            self._waiting.append(event)
         if isinstance(event, EarlierUndone):
             self._must_wait = False
         if self._must_wait:

@@ -146,8 +146,9 @@ class SendingStaging:
                 f"need more than {self._most_bytes / 2**20:g} MiB (KVFERRY_STAGING_MEMORY_MIB)"
             )
         kernels = self._platform.staging.kernels(layout.regions(), layout.device)
+        # In one call: where it raises, no memory is registered that nobody has any more.
+        measuring, *gathering = self._registered(*sizes)
         self.taken_bytes = sum(sizes)
-        measuring, *gathering = [self._registered(size) for size in sizes]
         self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self.more_memory) for memory in gathering)
         self._kernels = kernels
         self._calibration = self._platform.calibration(self._transport, kernels, layout, measuring)
@@ -159,18 +160,19 @@ class SendingStaging:
                 return None
             self.taken_bytes += self._ring_bytes  # before it is allocated: another worker may ask meanwhile
         try:
-            return self._registered(self._ring_bytes)
+            (memory,) = self._registered(self._ring_bytes)
+            return memory
         except (SettingsError, TransportError) as error:
             log.warning("staged writes go on with the memory that they have: %s", error)
             with self._lock:
                 self.taken_bytes -= self._ring_bytes
             return None
 
-    def _registered(self, num_bytes: int) -> StagingMemory:
-        """Allocates staging memory and registers it. Raises as `__init__`."""
-        memory = self._platform.staging.allocate(num_bytes, self._layout.device)
-        self._transport.register([memory.region], self._layout.device)
-        return memory
+    def _registered(self, *sizes: int) -> list[StagingMemory]:
+        """Allocates staging memory of each size in bytes, and registers it. Raises as `__init__`."""
+        memories = [self._platform.staging.allocate(size, self._layout.device) for size in sizes]
+        self._transport.register([memory.region for memory in memories], self._layout.device)
+        return memories
 
     def paths_to(self, message: Attach, plan: PairPlan) -> PathChooser:
         """Makes the chooser of paths to a decode rank, measuring how fast they are. The transport must be connected.
