@@ -358,6 +358,8 @@ class Inspector:
                     continue
                 if isinstance(side, SendSide) and side.may_be_late:
                     continue  # docs/reliability.md, "What is not promised"
+                if isinstance(side, ReceiveSide) and connected_by > min(since) + WAITS.bootstrap_s:
+                    continue  # what it asks for is forgotten by the time that the ranks are connected: likewise
                 waits_s = self._world.now - max(side.opened_at, min(since), connected_by)
                 demand(
                     waits_s <= _TELLS_S,
