@@ -1279,8 +1279,8 @@ CATALOGUE = (
     PlantedFault(
         "bytes on their way are counted back without the lock",
         "endpoint/prefill/admission.py",
-        "        with self._lock:\n            lane = self.lanes[admitted.receiver]",
-        "        if True:\n            lane = self.lanes[admitted.receiver]",
+        'or was not posted."""\n        with self._lock:',
+        'or was not posted."""\n        if True:',
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
@@ -1655,6 +1655,20 @@ CATALOGUE = (
         "endpoint/prefill/admission.py",
         " or not self._fits_lane(lane, first.need):\n                heapq",
         ":\n                heapq",
+        "tests/unit/endpoint/test_admission.py",
+    ),
+    PlantedFault(
+        "a receiver seems to stand still although nothing was posted to it until a moment ago",
+        "endpoint/prefill/admission.py",
+        "            if not lane.used:  # until now nothing could end\n                lane.moves(self._now())\n",
+        "",
+        "tests/unit/endpoint/test_admission.py",
+    ),
+    PlantedFault(
+        "what was admitted is posted however long ago that was, in place of others",
+        "endpoint/prefill/admission.py",
+        "                return False\n            if not lane.used",
+        "                return True\n            if not lane.used",
         "tests/unit/endpoint/test_admission.py",
     ),
     PlantedFault(

@@ -418,6 +418,7 @@ class Writer:
         if leave is None:
             self._bell.wait()
             leave = self._got.pop()
+        assert self._admission.use(leave)
         self._schedule.point()
         self._meet()
         self._admission.give_back(leave)

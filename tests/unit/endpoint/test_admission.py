@@ -23,10 +23,13 @@ PAGE_BYTES = 128  # keys and values of a page of that model
 
 
 class Room:
-    """Somebody who writes one write after the other."""
+    """Somebody who writes one write after the other, if it is not `held_up`."""
 
-    def __init__(self, admission: Admission, receiver: str, *sizes: int, due_at: float = 0.0) -> None:
+    def __init__(
+        self, admission: Admission, receiver: str, *sizes: int, due_at: float = 0.0, held_up: bool = False
+    ) -> None:
         self.got: list[Admitted] = []
+        self._is_held_up = held_up
         self._due_at = due_at
         self._admission, self._receiver, self.sizes = admission, receiver, list(sizes)
         self.go_on()
@@ -36,11 +39,16 @@ class Room:
             admitted = self._admission.admit(self._receiver, self.sizes.pop(0), self, self._due_at)
             if admitted is None:
                 return
-            self.got.append(admitted)
+            self._take(admitted)
 
     def admitted(self, admitted: Admitted) -> None:
-        self.got.append(admitted)
+        self._take(admitted)
         self.go_on()
+
+    def _take(self, admitted: Admitted) -> None:
+        self.got.append(admitted)
+        if not self._is_held_up:
+            assert self._admission.use(admitted)
 
     def end(self, count: int = 1) -> None:
         for _ in range(count):
@@ -268,6 +276,49 @@ def test_a_receiver_that_gets_on_does_not_stand_still(admission: Admission, cloc
     assert admission.counted == 2 + 5
 
 
+def test_a_receiver_does_not_stand_still_before_anything_is_posted_to_it(admission: Admission, clock: Clock):
+    """Found by the simulation: more was on its way than may be, since a room posted a while after it was admitted."""
+    late, moving = Room(admission, "d0", 5, held_up=True), Room(admission, "d1", 5)
+    run_until(1.0, admission, clock)
+    moving.end()
+    waiting = [Room(admission, f"d{number}", 5) for number in (2, 3)]
+    run_until(2.0, admission, clock)
+    assert admission.use(late.got[0])
+    run_until(3.5, admission, clock)
+    assert counts(*waiting) == [1, 0], "d0 has had its write for a second and a half"
+    run_until(4.1, admission, clock)
+    assert counts(*waiting) == [1, 1], "d2 stands still"
+
+
+def test_a_receiver_does_not_stand_still_where_all_that_was_posted_has_ended(admission: Admission, clock: Clock):
+    late, moving, waiting = Room(admission, "d0", 2, held_up=True), Room(admission, "d0", 3), Room(admission, "d1", 5)
+    run_until(2.0, admission, clock)
+    moving.end()
+    last = Room(admission, "d2", 5)
+    run_until(4.0, admission, clock)
+    assert admission.use(late.got[0])
+    waiting.end()
+    run_until(6.0, admission, clock)
+    assert (counts(last), admission.counted) == ([1], 2 + 5)
+
+
+def test_a_leave_that_nobody_uses_for_long_lapses(admission: Admission, clock: Clock):
+    """A room whose worker is held up keeps nobody waiting, and posts nothing in others' place."""
+    held_up = [Room(admission, f"d{number}", 5, held_up=True) for number in range(2)]
+    same, another = Room(admission, "d0", 5), Room(admission, "d2", 5)
+    run_until(2.9, admission, clock)
+    assert counts(same, another) == [0, 0]
+    run_until(3.1, admission, clock)
+    assert counts(same, another) == [1, 1]
+    assert not any(admission.use(room.got[0]) for room in held_up)
+    for room in held_up:
+        room.end()
+    assert admission.num_bytes == admission.counted == 10, "what has lapsed was given back"
+    same.end()
+    another.end()
+    assert (admission.num_bytes, admission.lanes) == (0, {})
+
+
 def test_no_receiver_stood_still_while_this_process_did(admission: Admission, clock: Clock):
     """Found by the simulation: after a freeze of its own a rank had twice the bytes on their way that it may have."""
     moving, waiting = [Room(admission, f"d{number}", 5) for number in range(2)], Room(admission, "d2", 5)
@@ -476,6 +527,51 @@ def test_a_write_that_waits_does_so_longer_than_one_may_be_on_its_way(pair: Call
     assert not first.senders[0].pages_reusable
     transport.held = False
     assert first.senders[0].wait_pages_reusable(10)
+
+
+def test_a_room_whose_worker_is_held_up_when_it_is_admitted_lets_others_go_on_and_then_has_its_turn(
+    pair: Callable[..., Requests],
+):
+    requests = pair(
+        SMALL,
+        Shape(pages=64),
+        Shape(pages=64),
+        path="direct",
+        direct_mib=pages(1),
+        workers=2,
+        queues=2,
+        write_timeout_s=2.0,  # of which a leave is good for half
+    )
+    transport = requests.prefill.transports[0]
+    first, other, late, busy = (requests.new(room, 1) for room in (0, 1, 2, 3))  # two on each worker
+    begun, gate = Event(), Event()
+
+    def blocks() -> bool:
+        begun.set()
+        return gate.wait(WAIT_S)
+
+    for each in (first, other, late, busy):
+        requests.open_decode(each)
+        requests.open_prefill(each)
+        eventually("it is open", lambda each: each.senders[0].state is TransferState.WAITING_FOR_INPUT, each)
+    transport.held = True
+    requests.submit(first)
+    eventually("it is on its way", lambda: transport.in_flight == 1)
+    requests.submit(late)
+    eventually("it waits", lambda: probe(requests.prefill.endpoints[0]).admission.num_waiting == 1)
+    busy.senders[0].submit(busy.source_pages[0], last=True, aux=b"token", ready=blocks)
+    assert begun.wait(WAIT_S)
+    transport.held = False
+    first.wait()
+    requests.submit(other)
+    other.wait()
+    assert late.senders[0].state is TransferState.TRANSFERRING
+    gate.set()
+    for each in (late, busy):
+        each.wait()
+        requests.check(each)
+    admission = probe(requests.prefill.endpoints[0]).admission
+    assert (admission.num_bytes, admission.num_waiting) == (0, 0)
 
 
 def test_a_write_asks_for_as_many_bytes_as_it_moves(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):

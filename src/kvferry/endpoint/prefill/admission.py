@@ -4,6 +4,9 @@ What a wire has been given it carries, whether or not anybody waits for it still
 back. So no more is posted than the wire moves in a moment, to one receiver and in all, and the rest waits in line here.
 Rooms are served in the order in which they are due (`precedence`), one write each; one that must wait for its receiver
 holds up no room that writes to another. (Staged writes are bounded by their receivers' rings.)
+
+Who is admitted posts in its next turn. Where that does not come for long, since its worker is held up, the leave
+lapses, so that others go on, and is asked for anew.
 """
 
 from __future__ import annotations
@@ -41,20 +44,28 @@ class _Lane:
     """What is on its way to one receiver, and who waits to write to it.
 
     Attributes:
-        num_bytes: that are on their way.
-        moved_at: when the first of them was admitted, or one of them last ended.
+        num_bytes: that were admitted.
+        unused: leaves with which nothing was posted yet.
+        used: those with which something was.
+        moved_at: when the first of these was used, or one of them last ended; without any, when the first was admitted.
         still_s: how long ago that is, without the time in which this process did not run.
-        stands_still: whether that is so long that they keep nobody else waiting.
+        stands_still: whether that is so long that what is on its way keeps nobody else waiting.
         waiting: those who wait, and the bytes that each needs.
         ready_turn: the last turn that was put among those that only the bound for all keeps waiting.
     """
 
     num_bytes: int = 0
+    unused: set[Admitted] = field(default_factory=set)
+    used: set[Admitted] = field(default_factory=set)
     moved_at: float = 0.0
     still_s: float = 0.0
     stands_still: bool = False
     waiting: Line[Applicant, int] = field(default_factory=Line)
     ready_turn: Turn | None = None
+
+    def moves(self, now: float) -> None:
+        """Begins anew to count for how long nothing has ended."""
+        self.moved_at, self.still_s = now, 0.0
 
 
 class Admission:
@@ -77,7 +88,7 @@ class Admission:
             most_bytes: that may be on their way in all.
             most_bytes_of_one: that may be on their way to one receiver.
             stalls_after_s: a receiver to which nothing has ended for so long does not count in all, so that one that
-                is frozen keeps only those waiting who write to it.
+                is frozen keeps only those waiting who write to it. Leaves that nobody uses for so long lapse.
             now: the time, in seconds of a steady clock.
         """
         self._most_bytes = most_bytes
@@ -132,6 +143,7 @@ class Admission:
     def admit(self, receiver: str, num_bytes: int, applicant: Applicant, due_at: float = 0.0) -> Admitted | None:
         """Admits a write; None if it must wait: the applicant gets its leave when it is its turn, or `withdraw`s.
 
+        Whoever has its leave `use`s it, and gives it back.
         Who is due first has the next turn; of those that are due at the same time, who came first.
         """
         with self._lock:
@@ -157,12 +169,28 @@ class Admission:
             served = self._serve()
         _hand_out(served)
 
-    def give_back(self, admitted: Admitted) -> None:
-        """Takes back a leave: the write has ended, or was not posted."""
+    def use(self, admitted: Admitted) -> bool:
+        """Says that a write is about to be posted; False if its leave has lapsed, so that it may not."""
         with self._lock:
-            lane = self.lanes[admitted.receiver]
-            lane.moved_at = self._moved_at = self._now()
-            lane.still_s = 0.0
+            lane = self.lanes.get(admitted.receiver)
+            if lane is None or admitted not in lane.unused:
+                return False
+            if not lane.used:  # until now nothing could end
+                lane.moves(self._now())
+            lane.unused.remove(admitted)
+            lane.used.add(admitted)
+            return True
+
+    def give_back(self, admitted: Admitted) -> None:
+        """Takes back a leave, unless it has lapsed: the write has ended, or was not posted."""
+        with self._lock:
+            lane = self.lanes.get(admitted.receiver)
+            if lane is None or not (admitted in lane.unused or admitted in lane.used):
+                return
+            lane.unused.discard(admitted)
+            lane.used.discard(admitted)
+            self._moved_at = self._now()
+            lane.moves(self._moved_at)
             lane.num_bytes -= admitted.num_bytes
             if lane.stands_still:
                 lane.stands_still = False
@@ -175,16 +203,23 @@ class Admission:
         _hand_out(served)
 
     def tick(self) -> None:
-        """Finds receivers that stand still. To be called every tenth of a second."""
+        """Finds receivers that stand still, and leaves that lapse. To be called every tenth of a second."""
         with self._lock:
             now = self._now()
             # Without the time in which this process was frozen, and all receivers would seem to have stood still.
             passed_s = self._awake.passed_s(now)
-            for lane in self.lanes.values():
+            for receiver, lane in list(self.lanes.items()):
                 lane.still_s += min(passed_s, now - lane.moved_at)
-                if lane.num_bytes and not lane.stands_still and lane.still_s >= self._stalls_after_s:
+                if not lane.num_bytes or lane.stands_still or lane.still_s < self._stalls_after_s:
+                    continue
+                self.counted -= lane.num_bytes
+                if lane.used:
                     lane.stands_still = True
-                    self.counted -= lane.num_bytes
+                    continue
+                lane.num_bytes = 0  # the leaves have lapsed
+                lane.unused.clear()
+                self._line_up(receiver, lane)
+                self._drop_if_empty(receiver, lane)
             served = self._serve()
         _hand_out(served)
 
@@ -196,12 +231,13 @@ class Admission:
 
     def _admitted(self, receiver: str, lane: _Lane, num_bytes: int) -> Admitted:
         if not lane.num_bytes:
-            lane.moved_at = self._now()
-            lane.still_s = 0.0
+            lane.moves(self._now())
         lane.num_bytes += num_bytes
         if not lane.stands_still:
             self.counted += num_bytes
-        return Admitted(receiver, num_bytes)
+        admitted = Admitted(receiver, num_bytes)
+        lane.unused.add(admitted)
+        return admitted
 
     def _line_up(self, receiver: str, lane: _Lane) -> None:
         """Lets the first in line at a receiver have its turn, if there is room at that receiver."""

@@ -279,24 +279,27 @@ class DirectWrites:
     def write(self, write: DirectWrite, worker: Worker) -> None:
         """Posts a write as soon as it is admitted."""
         admitted = self._apply(write) if not self._waiting else None
-        if admitted is not None:
+        if admitted is not None and self._admission.use(admitted):
             write.post(admitted, worker)
             return
         self._waiting.append(write)
         self._target.room.apply(WriteDeferred(write.receiver, write.command.sequence), worker)
+        if admitted is not None:  # which has lapsed
+            self.admitted(admitted)
 
     def admitted(self, admitted: Admitted) -> None:
         """Lets the room have a turn to post its first write. From any thread."""
         self._target.room.post(admitted)
 
     def post_admitted(self, admitted: Admitted, worker: Worker) -> None:
-        """Posts the first write that waits; the next stands in line behind other rooms'."""
+        """Posts the first write that waits, unless its leave has lapsed; who is first then stands in line."""
         if not self._waiting:  # dropped meanwhile
             self._admission.give_back(admitted)
             return
-        write = self._waiting.popleft()
-        self._target.room.apply(WriteAdmitted(write.receiver, write.command.sequence), worker)
-        write.post(admitted, worker)
+        if self._admission.use(admitted):
+            write = self._waiting.popleft()
+            self._target.room.apply(WriteAdmitted(write.receiver, write.command.sequence), worker)
+            write.post(admitted, worker)
         following = self._apply(self._waiting[0]) if self._waiting else None
         if following is not None:
             self.admitted(following)
