@@ -199,7 +199,8 @@ class Inspector:
         request, name, registry = side.request, side.process.name, self._world.registry
         self._world.note("%s: %s failed: %s", name, request, why)
         demand(bool(request.excuse), Law.ISOLATED, f"{name}: {request} failed although nothing went wrong: {why}")
-        if "has gone: registered is" in why and registry.answers:
+        # In the words of who looked it up: what others are told of it they may hear when the start is back.
+        if "connecting failed" in why and "has gone: registered is" in why and registry.answers:
             for each in registry.ask().engine(request.prefill, self._world.now).registrations:
                 was_known = registry.named_since[each.engine, each.instance] < side.opened_at
                 demand(

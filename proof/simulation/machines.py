@@ -150,7 +150,7 @@ class RegistryProcess:
     Attributes:
         is_alive: whether it answers.
         is_frozen: whether it would if it could.
-        named_since: since when it knows starts of engines that have a name, by both.
+        named_since: since when it has known starts of engines that have a name without forgetting them, by both.
     """
 
     def __init__(self, lease_s: float, now: Callable[[], float] = lambda: 0.0) -> None:
@@ -172,9 +172,14 @@ class RegistryProcess:
         self.named_since.clear()
         self.is_alive, self.is_frozen = True, False
 
-    def knows(self, registration: RankRegistration) -> None:
-        """Takes down since when it knows the start of a rank that it has registered."""
-        self.named_since.setdefault((registration.engine, registration.instance), self._now())
+    def register(self, registration: RankRegistration) -> Grant:
+        """Grants or renews a rank's lease, and takes down since when it knows the start of its engine."""
+        leases, now = self.ask(), self._now()
+        known = {each.instance for each in leases.engine(registration.engine, now).registrations}
+        granted = leases.register(registration, now)
+        if registration.instance not in known:
+            self.named_since[registration.engine, registration.instance] = now
+        return granted
 
     def ask(self) -> Leases:
         """Returns the registrations, as a client of the registry gets them.
@@ -196,9 +201,7 @@ class SimulatedRegistryClient(RegistryClient):
         self._now = now
 
     def grant(self, registration: RankRegistration) -> Grant:
-        granted = self._registry.ask().register(registration, self._now())
-        self._registry.knows(registration)
-        return granted
+        return self._registry.register(registration)
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         return self._registry.ask().remove(engine, engine_rank, incarnation)
