@@ -1616,6 +1616,13 @@ CATALOGUE = (
         "tests/unit/control/test_leases.py",
     ),
     PlantedFault(
+        "a decode rank that closes does not hear of what it scattered last",
+        "endpoint/decode/driver.py",
+        "            self._work_last()  # what was being scattered has come to its end\n",
+        "",
+        "tests/unit/endpoint/test_staged.py",
+    ),
+    PlantedFault(
         "a credit for an earlier ring counts",
         "endpoint/prefill/paths.py",
         "if self.staged is not None and self.staged.peer.epoch == epoch:",

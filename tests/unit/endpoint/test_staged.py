@@ -281,6 +281,43 @@ def test_pages_are_not_reusable_while_a_part_is_scattered(
     assert request.receivers[0].wait_pages_reusable(5)
 
 
+def test_pages_come_back_when_what_a_closing_rank_scatters_ends_late(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(ATTENTION, Shape(), Shape(), scatter_workers=1, path="staged", close_timeout_s=0.1)
+    requests.connect()
+    kernels, endpoint = decode_kernels(requests), requests.decode.endpoints[0]
+    begun, go_on = threading.Event(), threading.Event()
+    real = kernels.scatter
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        real(*arguments)
+
+    monkeypatch.setattr(kernels, "scatter", slowly)
+    request = requests.new(1)
+    requests.open_decode(request)
+    requests.open_prefill(request)
+    requests.submit(request)
+    assert begun.wait(WAIT_S)
+    arrivals, waits = probe(endpoint).rooms.arrivals, threading.Event()
+    real_stop = arrivals.stop
+
+    def stop() -> None:
+        real_stop()
+        waits.set()
+
+    monkeypatch.setattr(arrivals, "stop", stop)
+    closing = threading.Thread(target=endpoint.close)
+    closing.start()
+    assert waits.wait(WAIT_S), "for the scatter alone: its own thread has ended"
+    assert not request.receivers[0].pages_reusable
+    go_on.set()
+    closing.join(WAIT_S)
+    assert request.receivers[0].pages_reusable
+
+
 def test_what_cannot_be_scattered_fails_the_room_alone(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch):
     requests = pair(ATTENTION, Shape(), Shape(), path="staged")
     requests.connect()

@@ -154,11 +154,11 @@ class DecodeDriver(Loop):
         latest = self._now() + THREADS_END_S
         yield lambda: not self._thread.is_alive, latest
         if not self._thread.is_alive:
-            if not self._links.is_closed:  # a look-up that ends later finds the registry's client closed
-                self._work_inbox(self._now())
+            self._work_last()
             self.rooms.arrivals.stop()
             yield lambda: self.has_ended, latest
         if self.has_ended:
+            self._work_last()  # what was being scattered has come to its end
             yield from self.callbacks.closing()
             self._links.close()
             self.context.end.close()
@@ -206,6 +206,11 @@ class DecodeDriver(Loop):
     def _work_inbox(self, now: float) -> None:
         while self.context.inbox:
             self.context.inbox.popleft()(now)
+
+    def _work_last(self) -> None:
+        """Works the inbox in the place of the thread, which has ended."""
+        if not self._links.is_closed:  # a look-up that ends later finds the registry's client closed
+            self._work_inbox(self._now())
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
