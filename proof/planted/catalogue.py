@@ -1616,6 +1616,13 @@ CATALOGUE = (
         "tests/unit/control/test_leases.py",
     ),
     PlantedFault(
+        "a decode rank that closes does not say which pages it never gives back",
+        "endpoint/decode/driver.py",
+        "            self.rooms.say_what_is_kept()\n",
+        "",
+        "tests/unit/endpoint/test_closing.py",
+    ),
+    PlantedFault(
         "a decode rank that closes does not hear of what it scattered last",
         "endpoint/decode/driver.py",
         "            self._work_last()  # what was being scattered has come to its end\n",

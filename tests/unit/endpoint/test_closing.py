@@ -388,6 +388,22 @@ def test_staging_memory_that_may_still_be_written_to_stays_when_a_decode_rank_cl
     case.transport.held = False
 
 
+@pytest.mark.parametrize("hangs", [True, False], ids=["hanging", "quiet"])
+def test_a_decode_rank_that_closes_says_which_pages_it_never_gives_back(
+    hanging: Callable[..., Hanging], caplog: pytest.LogCaptureFixture, hangs: bool
+):
+    """Whoever frees their memory has it overwritten: nothing tells them later that the write has ended."""
+    case = hanging()
+    if not hangs:
+        case.transport.held = False
+        case.request.wait()
+    case.requests.decode.endpoints[0].close()
+    said = f"6 pages are never given back: {case.transport.endpoint_name} may still write to them"
+    assert (said in caplog.text) == hangs
+    assert case.request.receivers[0].pages_reusable != hangs
+    case.transport.held = False
+
+
 def test_rooms_that_are_opened_and_closed_at_once_end(engines: Callable[..., Engines]):
     both = engines(close_timeout_s=0.0)
     prefill = both.prefill(Model(layers=1))

@@ -160,6 +160,7 @@ class DecodeDriver(Loop):
         if self.has_ended:
             self._work_last()  # what was being scattered has come to its end
             yield from self.callbacks.closing()
+            self.rooms.say_what_is_kept()
             self._links.close()
             self.context.end.close()
         else:

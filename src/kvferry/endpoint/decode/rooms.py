@@ -189,13 +189,27 @@ class ReceivingRooms:
 
     def quarantine(self, now: float) -> list[LostPeerStatus]:
         """Returns the prefill ranks that were lost, and what they may still write to."""
+        return self.links.quarantine.statuses(self._quarantined_pages(), now)
+
+    def say_what_is_kept(self) -> None:
+        """Logs which pages are never given back, as where the endpoint has closed: no peer is heard any more."""
+        for endpoint, pages in self._quarantined_pages().items():
+            log.warning(
+                "%d pages are never given back: %s may still write to them. Do not free their memory before its "
+                "process has ended",
+                pages,
+                endpoint,
+            )
+
+    def _quarantined_pages(self) -> dict[str, int]:
+        """Returns how many pages of failed rooms each prefill rank may still write to, by endpoint."""
         pages: dict[str, int] = {}
         for room in list(self.open.values()):
             for rank in room.machine.undrained if room.is_quarantined else ():
                 peer = room.link.endpoint_of(rank) if room.link is not None else None
                 if peer is not None:
                     pages[peer] = pages.get(peer, 0) + room.pages
-        return self.links.quarantine.statuses(pages, now)
+        return pages
 
     # ---- one room -----------------------------------------------------------------------------------------------
 
