@@ -384,18 +384,28 @@ class Inspector:
         )
 
     def _is_kept_by_right(self, side: RankSide) -> bool:
-        """Whether a rank that nobody can prove to have ended may still write to a failed room's pages."""
-        if not isinstance(side, ReceiveSide) or side.transfer is None or not self._world.proves_no_end:
+        """Whether a rank may still write to a failed room's pages, and nobody can prove, or hear, that it will not."""
+        if not isinstance(side, ReceiveSide) or side.transfer is None:
+            return False
+        if side.transfer.state is not TransferState.FAILED:
+            return False
+        if side.process.hears_nobody:  # `close` waits no longer, and has said which pages it never gives back
+            return self._was_writable(side)
+        if not self._world.proves_no_end:
             return False
         engines = [self._world.circumstances.engines[name] for name in (side.request.prefill, side.request.decode)]
         forced = {each.settings.forced_path for each in engines}
         does_without = engines[1].settings.unproven_path == "auto" and TransferPath.STAGED not in forced
         is_direct = TransferPath.DIRECT in forced or does_without
-        return (
-            is_direct
-            and side.transfer.state is TransferState.FAILED
-            and any(each.engine == side.request.prefill and not each.is_alive for each in self._world.processes)
+        return is_direct and any(
+            each.engine == side.request.prefill and not each.is_alive for each in self._world.processes
         )
+
+    def _was_writable(self, side: ReceiveSide) -> bool:
+        """Whether the endpoint had not heard of the end of all who write to a room's pages."""
+        assert isinstance(side.process.endpoint, DecodeEndpoint)
+        room = probe(side.process.endpoint).rooms.open.get(side.request.room)
+        return room is not None and room.receiver is side.receiver and bool(room.machine.undrained)
 
     def _open_sides(self) -> Iterator[RankSide]:
         """Those whose callers have opened the room, and do not have their pages back."""

@@ -68,6 +68,12 @@ class Process:
         return self.died_at is None and self.thaws_at is None and not self.is_closed_in_order
 
     @property
+    def hears_nobody(self) -> bool:
+        """Whether the threads of a decode rank that was closed have ended, though callbacks may run on."""
+        is_closed = self.closing is not None and self.closing_waits_for is None
+        return is_closed and isinstance(self.endpoint, DecodeEndpoint) and probe(self.endpoint).driver.has_ended
+
+    @property
     def takes_work(self) -> bool:
         """Whether its callers may open rooms."""
         return self.runs and self.closing is None
