@@ -86,7 +86,7 @@ class CacheKinds:
         return "\n".join(self._rows())
 
     def _rows(self) -> Iterator[str]:
-        yield f"| {self.engine} calls it | what it is | transferred | shown by |"
+        yield f"| {self.engine} calls it | what it is | how it is transferred | shown by |"
         yield "|---|---|---|---|"
         for (transfer, refusal, test), alike in groupby(
             self.kinds, lambda kind: (kind.transfer, kind.refusal, kind.test)
@@ -94,7 +94,7 @@ class CacheKinds:
             kinds = list(alike)
             names = ", ".join(f"`{kind.name}`" for kind in kinds)
             meanings = "; ".join(dict.fromkeys(kind.meaning for kind in kinds))
-            answer = f"yes: {transfer}" if refusal is None else f"refused: {refusal}"
+            answer = transfer if refusal is None else f"refused: {refusal}"
             yield f"| {names} | {meanings} | {answer} | `{test}` |"
 
 

@@ -76,7 +76,7 @@ def test_what_a_table_lacks_and_what_an_engine_has_no_more_is_found():
 def test_a_row_says_what_becomes_of_a_kind():
     kinds = (CacheKind("A", "keys", "a::b", transfer="all"), CacheKind("B", "state", "a::c", refusal="not yet"))
     assert CacheKinds("an engine", kinds).markdown().splitlines()[2:] == [
-        "| `A` | keys | yes: all | `a::b` |",
+        "| `A` | keys | all | `a::b` |",
         "| `B` | state | refused: not yet | `a::c` |",
     ]
 
