@@ -906,6 +906,11 @@ def _replaced_goes_on(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Dismissals, "look_whether_replaced", lambda dismissals, replaced: None)
 
 
+def _given_up_without_a_word(patch: pytest.MonkeyPatch) -> None:
+    """A decode rank that was given up hears of it with its next heartbeat, and loses every room until then."""
+    patch.setattr(Dismissals, "give_up", Dismissals._lose)
+
+
 def _newer_start_not_looked_up(patch: pytest.MonkeyPatch) -> None:
     """What a link knows of its engine's starts counts, however old it is."""
     patch.setattr(Links, "look_up_again", lambda links, key, then: then(None, links.context.platform.now()))
@@ -1022,6 +1027,7 @@ PLANTED: dict[str, Plant] = {
     "a post that raises is taken for nothing posted": _nothing_posted,
     "a silent connection is kept": _silence_kept,
     "who does not answer is asked for ever": _asked_for_ever,
+    "a decode rank that was given up is not told": _given_up_without_a_word,
     "a replaced prefill rank keeps its decode ranks": _replaced_goes_on,
     "a newer start is taken for one that has gone": _newer_start_not_looked_up,
     "what a change callback raises is not caught": _callbacks_raise,

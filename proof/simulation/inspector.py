@@ -20,7 +20,7 @@ from kvferry.protocol.transfer.states import (
     longest_s,
 )
 from kvferry.protocol.wire.codec import decode_notification, decode_to_decode, decode_to_prefill
-from kvferry.protocol.wire.messages import ChunkArrived, Notification, Numbered, Ping, StagedArrived
+from kvferry.protocol.wire.messages import ChunkArrived, Notification, Numbered, Ping, Pong, StagedArrived
 from kvferry.staging.rings import Span
 from kvferry.testing.probe import probe
 from proof.simulated_transport import Piece, SimulatedHandle, SimulatedTransport
@@ -120,7 +120,7 @@ class Inspector:
         # Where staged writes go, by the number of their post.
         self._staged: list[tuple[int, SimulatedTransport, int, int]] = []
         self._sent: dict[tuple[Line, bool, int], int] = {}  # by line, way and epoch the last number
-        self._sent_again: list[str] = []
+        self._held_up: list[str] = []  # what was sent again, or waited for a heartbeat, and need not have
         self._posted_at: dict[SimulatedHandle, float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
 
@@ -132,8 +132,8 @@ class Inspector:
             raise ViolationError(Law.CONTRACT, self._world.wire.breaches[0])
         if self._exceeded:  # not raised where it was seen: there it would be an error of the transport
             raise ViolationError(Law.BOUNDED, self._exceeded[0])
-        if self._sent_again:
-            raise ViolationError(Law.GOES_ON, self._sent_again[0])
+        if self._held_up:
+            raise ViolationError(Law.GOES_ON, self._held_up[0])
         if process.is_prefill:
             self._check_admission(process)
         self._looks += 1
@@ -210,15 +210,26 @@ class Inspector:
                 )
 
     def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
-        """A message was sent, where none is lost: is it one that was sent before?"""
+        """A message was sent, where none is lost: is it one that was sent before, or asks for what nobody has said?"""
         message = (decode_to_prefill if is_up else decode_to_decode)(data, NEXT_RELEASE)
         if isinstance(message, Numbered):
             sent = self._sent.get((line, is_up, message.epoch), 0)
             if message.number <= sent:
-                self._sent_again.append(f"{line.identity} and {line.address}: message {message.number} is sent again")
+                self._held_up.append(f"{line.identity} and {line.address}: message {message.number} is sent again")
             self._sent[line, is_up, message.epoch] = message.number
         elif isinstance(message, Ping) and message.resends:
-            self._sent_again.append(f"{line.identity} has {line.address} send again what it has not received")
+            self._held_up.append(f"{line.identity} has {line.address} send again what it has not received")
+        elif isinstance(message, Ping) and message.epoch and self._is_given_up_unheard(line):
+            self._held_up.append(f"{line.address} gave {line.identity} up, and did not say so")
+
+    def _is_given_up_unheard(self, line: Line) -> bool:
+        """Whether a prefill rank has given a decode rank up, and nothing is on its way that says so."""
+        prefill = next((each for each in self._world.processes if each.address == line.address and each.is_alive), None)
+        if prefill is None or not isinstance(prefill.endpoint, PrefillEndpoint):
+            return False
+        messages = (decode_to_decode(data, NEXT_RELEASE) for data in (*line.down, *line.arrived))
+        is_told = any(isinstance(message, Pong) and not message.attached for message in messages)
+        return not is_told and probe(prefill.endpoint).ranks.given_up(line.identity) is not None
 
     def _check_admission(self, process: Process) -> None:
         """Nobody waits to be admitted while there is room for who is due before all others for whom it is not full."""

@@ -540,21 +540,26 @@ def test_a_survivor_serves_on_after_its_neighbour_was_replaced(engines: Callable
     again.run(2)
 
 
-def test_a_decode_rank_that_was_given_up_hears_of_it_with_the_first_room_that_it_opens(
-    engines: Callable[..., Engines],
+@pytest.mark.parametrize("is_word_lost", [False, True])
+def test_a_decode_rank_that_was_given_up_hears_of_it_at_once_or_else_with_the_first_room_that_it_opens(
+    engines: Callable[..., Engines], is_word_lost: bool
 ):
-    both = engines(heartbeat_interval_s=30.0, peer_timeout_s=60.0)
+    both = engines(heartbeat_interval_s=3_600.0, peer_timeout_s=7_200.0)
     requests = Requests(both.prefill(Model()), both.decode(Model()))
     requests.run(1)
-    (prefill,) = requests.prefill.endpoints
+    (prefill,), (decode,) = requests.prefill.endpoints, requests.decode.endpoints
     (peer,) = probe(prefill).peers
     assert peer.attachment is not None
-    probe(prefill).driver.write_failed(peer.attachment, PeerDisconnectedError("the test wants it so"))
-    eventually("it was given up", lambda: not probe(prefill).peers)
-    lost = requests.new(2)
-    requests.open_decode(lost)
-    with pytest.raises(TransferFailedError, match="does not know this endpoint any more"):
-        lost.receivers[0].wait(WAIT_S)
+    broken = PeerDisconnectedError("the test wants it so")
+    if is_word_lost:
+        probe(prefill).ranks.give_up(peer.name, broken)  # which tells nobody
+        lost = requests.new(2)
+        requests.open_decode(lost)
+        with pytest.raises(TransferFailedError, match="any more: it was given up: the test wants it so"):
+            lost.receivers[0].wait(WAIT_S)
+    else:
+        probe(prefill).driver.write_failed(peer.attachment, broken)
+        eventually("the decode rank has heard of it", lambda: not decode.status().peers)
     requests.run(3)  # connected anew, long before a heartbeat
 
 

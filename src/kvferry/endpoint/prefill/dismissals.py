@@ -31,19 +31,27 @@ class Dismissals:
             self.give_up(receiver, PeerDisconnectedError(f"the connection for its bytes broke: {error}"))
 
     def give_up(self, receiver: str, error: KVFerryError) -> None:
-        """Loses a decode rank that may live: the answer to its next heartbeat makes it connect anew."""
+        """Loses a decode rank that may live, and tells it: rooms that it opens before it connects anew are lost."""
+        self._tell(receiver, f"it was given up: {error}")
+        self._lose(receiver, error)
+
+    def _tell(self, receiver: str, reason: str) -> None:
+        not_attached = messages.Pong(endpoint=self._context.identity.endpoint, attached=False, reason=reason)
+        self._context.send(receiver, not_attached)
+
+    def _lose(self, receiver: str, error: KVFerryError) -> None:
         log.error("lost decode rank %s: %s", receiver, error)
         self._context.observer.peer_lost(receiver, error)
         self._rooms.lost(receiver, self._ranks.give_up(receiver, error), error)
 
     def dismiss_all(self, reason: str) -> None:
         """Ends all rooms and loses all decode ranks, which hear why, and may connect anew."""
-        endpoint, peers = self._context.identity.endpoint, self._ranks.peers()
+        peers = self._ranks.peers()
         for peer in peers:  # first, so that they hear the reason before anything else of their rooms
-            self._context.send(peer.name, messages.Pong(endpoint=endpoint, attached=False, reason=reason))
+            self._tell(peer.name, reason)
         self._rooms.end_all(reason)
         for peer in peers:
-            self.give_up(peer.name, PeerDisconnectedError(reason))
+            self._lose(peer.name, PeerDisconnectedError(reason))
 
     def look_whether_replaced(self, replaced: RankReplacedError | None) -> None:
         """Serves nobody while another start of this rank has its place at the registry.

@@ -297,7 +297,7 @@ class Ping(Message, frozen=True):
 
 
 class Pong(Message, frozen=True):
-    """Prefill to decode: answers `Ping`, and a decode rank that is not attached but sends as if it were.
+    """Prefill to decode: answers `Ping`, and a decode rank that is given up, or sends as if it were attached.
 
     Attributes:
         attached: whether the decode rank is attached. If not it must connect anew, or its next rooms are lost too.
