@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -35,8 +36,9 @@ def adapter(checkpoints: tuple[str, str], tmp_path_factory: pytest.TempPathFacto
 def engines(checkpoints: tuple[str, str], adapter: Path) -> Iterator[Engines]:
     begun = Engines(Path(checkpoints[0]))
     begun.begin("alone", connector="", adapters={"a": adapter})
+    from_home = Path("~", os.path.relpath(adapter, Path.home()))  # which vLLM resolves
     for begin in (begun.prefill, begun.decode):
-        begin(begin.__name__, prefix_cache=True, adapters={"a": adapter}, is_asynchronous=True)
+        begin(begin.__name__, prefix_cache=True, adapters={"a": from_home}, is_asynchronous=True)
     yield begun
     begun.close()
 

@@ -24,7 +24,23 @@ def write(directory: Path, content: bytes) -> Path:
     return directory
 
 
-def lora(path: Path, name: str = "a", number: int = 1, *, in_place: bool = False) -> Any:
+def downloaded(cache: Path, revision: str, content: bytes) -> None:
+    """What the hub's client leaves of an adapter called org/a, whose newest revision is this one."""
+    kept = cache / "models--org--a"
+    (kept / "refs").mkdir(parents=True, exist_ok=True)
+    (kept / "refs" / "main").write_text(revision)
+    (kept / "snapshots").mkdir(exist_ok=True)
+    write(kept / "snapshots" / revision, content)
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the hub's client keeps what it has downloaded."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return tmp_path / "hub"
+
+
+def lora(path: Path | str, name: str = "a", number: int = 1, *, in_place: bool = False) -> Any:
     return SimpleNamespace(lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=in_place)
 
 
@@ -177,3 +193,69 @@ def test_it_is_read_aside(known: Any, tmp_path: Path, monkeypatch: pytest.Monkey
     may_go_on.set()
     eventually("it was read", lambda: known.is_known(given))
     assert known.identity(given) == "read by kvferry-vllm-adapters_0"
+
+
+# ---- paths that vLLM resolves ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("user", ["~", "org/a"])
+def test_it_is_what_lies_where_vllm_looks(
+    known: Any, tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch, user: str
+):
+    """In the user's directory, or in the hub's cache: it is the same as by its whole path, and another afterwards."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def wrote(content: bytes) -> str:
+        write(tmp_path / "a", content)
+        downloaded(hub, f"of {content!r}", content)
+        return Adapters().identity(request(lora(tmp_path / "a")))
+
+    path = "~/a" if user == "~" else user
+    first = wrote(b"1")
+    assert known.identity(request(lora(path))) == first
+    second = wrote(b"22")
+    assert known.identity(request(lora(path))).startswith("unknown ")
+    load(known, lora(path, in_place=True))
+    assert known.identity(request(lora(path))) == second != first
+    assert known.names == ["a"]
+
+
+def test_one_that_vllm_downloads_to_load_it_is_what_it_has_downloaded(known: Any, tmp_path: Path, hub: Path):
+    given = lora("org/a")
+    before = known.files(given)
+    downloaded(hub, "1", b"1")
+    known.loaded(given, before)
+    assert known.identity(request(given)) == Adapters().identity(request(lora(write(tmp_path / "a", b"1"))))
+
+
+def test_one_that_a_request_has_vllm_download_is_what_it_has_downloaded_from_then_on(
+    known: Any, tmp_path: Path, hub: Path
+):
+    given = lora("org/a")
+    first = known.identity(request(given))
+    downloaded(hub, "1", b"1")
+    known.computed(given)
+    whole = Adapters().identity(request(lora(write(tmp_path / "a", b"1"))))
+    assert known.identity(request(given)) == whole != first
+    assert known.names == ["a"], "nobody finds what was computed under its name alone"
+
+
+@pytest.mark.parametrize("path", ["org/nowhere", "without weights"])
+def test_one_that_cannot_be_read_is_its_name_until_it_is_loaded_anew(
+    known: Any, tmp_path: Path, hub: Path, path: str, caplog: pytest.LogCaptureFixture
+):
+    if path == "without weights":
+        (tmp_path / path).mkdir()
+        path = str(tmp_path / path)
+    given = lora(path)
+    load(known, given)
+    first = known.identity(request(given))
+    assert first == known.identity(request(given)) == Adapters().identity(request(given))
+    load(known, lora(path, in_place=True))
+    second = known.identity(request(given))
+    assert second.startswith("unknown ")
+    assert "the adapter 'a' cannot be read" in caplog.text
+    known.unloaded(1)
+    load(known, given)
+    assert len({first, second, known.identity(request(given))}) == 3
+    assert known.names == ["a", "a"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-from kvferry.engines.checkpoints import adapter_identity
+from kvferry.engines.checkpoints import adapter_identity, model_directory
 from kvferry.engines.vllm.aside import FoundAside
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
@@ -36,7 +36,7 @@ class _Adapter:
     """What an adapter is.
 
     Attributes:
-        path: where it lies.
+        path: where it lies, as vLLM was told: a path, or a name of the hub's.
         files: what lay there when it was read.
         text: identifies it.
     """
@@ -119,7 +119,11 @@ class Adapters:
     def computed(self, lora: Any) -> None:
         """Takes that a request with an adapter has been computed, so that vLLM has loaded it by now."""
         seen = self._unproved.pop(lora.lora_int_id, None)
-        if seen is not None and not seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
+        if seen is None or seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
+            return
+        if _is_downloaded(lora.lora_path, seen.files):
+            self._adopt(lora, _read(lora, None, may_be_named=False))
+        else:
             self._adopt(lora, _Adapter(seen.path, seen.files, f"unknown {uuid4().hex}"))
 
     def files(self, lora: Any) -> Files:
@@ -135,8 +139,8 @@ class Adapters:
         """
         if lora.lora_int_id in self._loaded and not (lora.load_inplace or lora.lora_int_id in self._unscheduled):
             return  # it was loaded already
-        found = _read(lora.lora_name, lora.lora_path, None)
-        if found.files != before:
+        found = _read(lora, None, may_be_named=self._may_be_named(lora))
+        if found.files != before and not _is_downloaded(lora.lora_path, before):
             found = _Adapter(found.path, found.files, f"unknown {uuid4().hex}")
         self._adopt(lora, found)
         self._unscheduled.discard(lora.lora_int_id)
@@ -148,7 +152,12 @@ class Adapters:
 
     def _look(self, request: Any, lora: Any) -> Future[_Adapter]:
         loaded = self._loaded.get(lora.lora_int_id)
-        return self._looks.look(request.request_id, partial(_read, lora.lora_name, lora.lora_path, loaded))
+        find = partial(_read, lora, loaded, may_be_named=self._may_be_named(lora))
+        return self._looks.look(request.request_id, find)
+
+    def _may_be_named(self, lora: Any) -> bool:
+        """Whether an adapter that cannot be read is what its name says: not once another may have had the name."""
+        return not lora.load_inplace and lora.lora_name not in self._texts
 
     def _adopted(self, lora: Any, found: _Adapter) -> bool:
         """Takes what an adapter is that vLLM loads with a request. Returns whether it was another before."""
@@ -180,22 +189,42 @@ def identified(identify: Callable[[Path], str], directory: Path, name: str) -> s
     return name
 
 
-def _read(name: str, path: str, loaded: _Adapter | None) -> _Adapter:
+def _read(lora: Any, loaded: _Adapter | None, *, may_be_named: bool) -> _Adapter:
     """Reads what an adapter is, unless it is what was loaded."""
+    name, path = f"the adapter {lora.lora_name!r}", lora.lora_path
     for _ in range(_MOST_READS):
         files = _files(path)
         if loaded is not None and loaded.is_what(_Adapter(path, files, "")):
             return loaded
-        text = identified(adapter_identity, Path(path), f"the adapter {name!r}")
+        text = identified(adapter_identity, _directory(path), name)
         if _files(path) == files:  # else they were written meanwhile
-            return _Adapter(path, files, text)
+            if text != name or may_be_named:
+                return _Adapter(path, files, text)
+            log.error("%s cannot be read in %s, and nobody knows what it is now: it is exchanged no more", name, path)
+            break
     return _Adapter(path, files, f"unknown {uuid4().hex}")
 
 
 def _files(path: str) -> Files:
     try:
-        with os.scandir(path) as entries:
+        with os.scandir(_directory(path)) as entries:
             kept = [(each.name, each.stat()) for each in entries if each.is_file()]
     except OSError:
         return frozenset()
     return frozenset((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in kept)
+
+
+def _directory(path: str) -> Path:
+    """Returns where vLLM looks: at a path, or for the hub's names in its cache."""
+    if _is_of_hub(path):
+        return model_directory(path, None) or Path(path)
+    return Path(os.path.expanduser(path))  # pathlib's raises where there is no such user
+
+
+def _is_of_hub(path: str) -> bool:
+    return not path.startswith("~") and not Path(path).exists() and not Path(path).is_absolute()
+
+
+def _is_downloaded(path: str, before: Files) -> bool:
+    """Whether vLLM has downloaded an adapter to load it: the hub's files do not change once they are there."""
+    return not before and _is_of_hub(path)

@@ -404,6 +404,16 @@ def _identity() -> Iterator[Line]:
     }
     for where, names in fields.items():
         yield Fields(where, names, "servers are compared by it")
+    yield Mentions(
+        "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
+        ("get_adapter_absolute_path",),
+        "adapters are read where vLLM reads them",
+    )
+    yield Mentions(
+        "vllm.lora.utils:get_adapter_absolute_path",
+        ("isabs", "startswith", "expanduser", "exists", "snapshot_download"),
+        "adapters are read where vLLM reads them",
+    )
     yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
     yield Call(
         "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
