@@ -117,7 +117,7 @@ def test_embeddings_are_compared_as_float32():
     given = [[0.1, 2, float("inf")], [1e-45, -0.0, 3.5e-46]]
 
     def digest(rows: Any) -> bytes:
-        return conditions_of(asked(SimpleNamespace(host="", port=0), 1, input_embeds=rows), None)["prompt embedding"]
+        return conditions_of(asked(SimpleNamespace(host="", port=0), 1, input_embeds=rows))["prompt embedding"]
 
     assert digest(given) == digest(np.asarray(given, np.float32).tolist())
     assert digest([[1e300]]) == digest([[float("inf")]])
@@ -174,7 +174,7 @@ def test_how_many_ranks_have_experts_is_no_salt(monkeypatch: pytest.MonkeyPatch,
         req = asked(SimpleNamespace(host="", port=0), 1, **given)
         scheduler.Scheduler._maybe_namespace_elastic_radix_cache(within, req)
         assert ("elastic_ep_size" in (req.extra_key or "")) == (ranks is not None)
-        return conditions_of(req, None)
+        return conditions_of(req)
 
     assert side(8) == side(12) == side(None)
     assert ("cache salt" in side(8)) == bool(given)

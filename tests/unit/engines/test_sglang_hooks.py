@@ -20,6 +20,7 @@ import pytest
 from kvferry.engines.sglang import hooks
 from kvferry.engines.sglang.names import (
     ADAPTER_LOADED,
+    ADAPTER_OF_TENSORS,
     BACKENDS,
     BEFORE_STEP,
     CACHE_FLUSHED,
@@ -47,7 +48,8 @@ MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
 WEIGHTS = [*UPDATES, UPDATE_BEGINS, UPDATE_ENDS, WEIGHTS_NAMED, CACHE_FLUSHED]
 STAGES = [STAGES_ENDED, STAGE_TAKES, STAGE_ADMITS]
 REQUESTS = [TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP]
-ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, *REQUESTS, *STAGES, *WEIGHTS, ADAPTER_LOADED]
+ADAPTERS = [ADAPTER_LOADED, ADAPTER_OF_TENSORS]
+ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, *REQUESTS, *STAGES, *WEIGHTS, *ADAPTERS]
 
 
 class HookType(Enum):
@@ -95,7 +97,7 @@ class FakeSGLang:
         prefill = self._module("sglang.srt.disaggregation.prefill")
         prefill.PrefillBootstrapQueue = self._making_queue_class()
         prefill.SchedulerDisaggregationPrefillMixin = self._mixin_class()
-        for target in (*STAGES, *WEIGHTS, ADAPTER_LOADED):
+        for target in (*STAGES, *WEIGHTS, *ADAPTERS):
             self._add_method(target)
         self.registry = self._registry_class()
         module = self._module("sglang.srt.plugins.hook_registry")

@@ -9,8 +9,10 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
+import torch
 from tests.unit.engines.test_checkpoints import in_the_hubs_cache
 
 from kvferry.engines.checkpoints import weights_identity
@@ -149,11 +151,6 @@ def request(**changes: Any) -> Any:
     return SimpleNamespace(**{**given, **changes})
 
 
-def scheduler(**refs: Any) -> Any:
-    manager = SimpleNamespace(lora_refs=refs)
-    return SimpleNamespace(tp_worker=SimpleNamespace(model_runner=SimpleNamespace(lora_manager=manager)))
-
-
 def adapter(directory: Path, weights: str) -> Any:
     directory.mkdir()
     ref = SimpleNamespace(lora_id=str(directory), lora_name="any", lora_path=str(directory))
@@ -174,7 +171,7 @@ PLAIN = request_conditions(list(range(40)))
 
 
 def test_a_prompt_alone():
-    assert conditions_of(request(), scheduler()) == PLAIN
+    assert conditions_of(request()) == PLAIN
 
 
 @pytest.mark.parametrize(
@@ -189,34 +186,37 @@ def test_a_prompt_alone():
     ],
 )
 def test_what_differs_is_named(name: str, changes: dict[str, Any]):
-    found = conditions_of(request(**changes), scheduler())
+    found = conditions_of(request(**changes))
     assert found.get(name) != PLAIN.get(name)
 
 
 @pytest.fixture
-def lora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Loads an adapter as SGLang does, in a server that has loaded none, and returns the server's scheduler."""
+def lora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, bytes]]:
+    """Loads an adapter as SGLang does, in a server that has loaded none, and returns the conditions of its requests."""
     monkeypatch.setattr(adapters, "_loaded", {})
 
-    def load(ref: Any, *, meanwhile: Callable[[], object] = lambda: None, success: bool = True) -> Any:
+    def load(
+        ref: Any, *sent: Any, meanwhile: Callable[[], object] = lambda: None, success: bool = True
+    ) -> dict[str, bytes]:
         def original(*_: Any) -> Any:
             meanwhile()
             return SimpleNamespace(success=success)
 
-        adapters.around_load(original, None, ref)
-        return scheduler(**{ref.lora_id: ref})
+        around = adapters.around_load_of_tensors if sent else adapters.around_load
+        around(original, None, ref, *sent)
+        return asked_with(ref)
 
     return load
 
 
-def asked_with(ref: Any, of: Any) -> dict[str, bytes]:
+def asked_with(ref: Any) -> dict[str, bytes]:
     # SGLang puts the adapter's id into the key of its own cache.
-    return conditions_of(request(lora_id=ref.lora_id, extra_key=f"salt{ref.lora_id}"), of)
+    return conditions_of(request(lora_id=ref.lora_id, extra_key=f"salt{ref.lora_id}"))
 
 
 def test_the_same_adapter_has_another_id_on_every_server(tmp_path: Path, lora: Callable[..., Any]):
     refs = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a"), adapter(tmp_path / "other", "b")
-    one, two, three = (asked_with(each, lora(each)) for each in refs)
+    one, two, three = (lora(each) for each in refs)
     assert one == two
     assert {name for name in one if one[name] != three[name]} == {"LoRA adapter"}
 
@@ -225,11 +225,11 @@ def test_an_adapter_is_what_was_loaded_and_not_what_lies_there_at_its_first_requ
     tmp_path: Path, lora: Callable[..., Any]
 ):
     ref, same = adapter(tmp_path / "here", "a"), adapter(tmp_path / "there", "a")
-    known = lora(ref)
+    lora(ref)
     overwrite(ref, "b")
-    assert asked_with(ref, known) == asked_with(same, lora(same))
+    assert asked_with(ref) == lora(same)
     again = SimpleNamespace(lora_id="again", lora_name="any", lora_path=ref.lora_path)
-    assert asked_with(again, lora(again)) != asked_with(ref, known)
+    assert lora(again) != asked_with(ref)
 
 
 @pytest.mark.parametrize("late", [lambda ref: overwrite(ref, "b"), lambda ref: weights_of(ref).unlink()])
@@ -238,25 +238,32 @@ def test_an_adapter_whose_files_were_written_while_it_was_loaded_is_nobodys(
 ):
     changed = [adapter(tmp_path / f"changed {number}", "a") for number in range(2)]
     kept = [adapter(tmp_path / weights, weights) for weights in "ab"]
-    known = [lora(ref, meanwhile=partial(late, ref)) for ref in changed] + [lora(ref) for ref in kept]
-    found = [asked_with(*each)["LoRA adapter"] for each in zip([*changed, *kept], known, strict=True)]
+    loaded = [lora(ref, meanwhile=partial(late, ref)) for ref in changed] + [lora(ref) for ref in kept]
+    found = [each["LoRA adapter"] for each in loaded]
     assert len(set(found)) == len(found)
 
 
 def test_an_adapter_that_the_load_fetches_is_what_it_fetched(tmp_path: Path, lora: Callable[..., Any]):
     ref = SimpleNamespace(lora_id="new", lora_name="any", lora_path=str(tmp_path / "fetched"))
     same = adapter(tmp_path / "same", "a")
-    assert asked_with(ref, lora(ref, meanwhile=lambda: adapter(tmp_path / "fetched", "a"))) == asked_with(
-        same, lora(same)
-    )
+    assert lora(ref, meanwhile=lambda: adapter(tmp_path / "fetched", "a")) == lora(same)
 
 
-def test_an_adapter_that_is_in_no_files_has_its_name(lora: Callable[..., Any]):
-    ref = SimpleNamespace(lora_id="f00", lora_name="any", lora_path="__tensors__")
-    same = SimpleNamespace(lora_id="ba5", lora_name="any", lora_path="/gone")
-    assert asked_with(ref, scheduler(f00=ref)) == asked_with(same, lora(same))
-    lora(ref, success=False)
-    assert ref.lora_id not in adapters._loaded
+def test_an_adapter_that_is_in_no_files_is_the_tensors_and_the_configuration_that_were_sent(lora: Callable[..., Any]):
+    def sent(scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, **configuration: Any) -> bytes:
+        ref = SimpleNamespace(lora_id=uuid4().hex, lora_name="any", lora_path="__tensor__")
+        tensors = {name: torch.full((2, 3), scale, dtype=dtype) for name in "ab"}
+        return lora(ref, tensors, {"r": 2, **configuration}, None)["LoRA adapter"]
+
+    assert sent() == sent(base_model_name_or_path="/elsewhere")
+    found = {sent(), sent(scale=2.0), sent(dtype=torch.float16), sent(lora_alpha=4)}
+    assert len(found) == 4
+
+
+def test_an_adapter_that_nobody_saw_loaded_is_nobodys(lora: Callable[..., Any]):
+    refs = [SimpleNamespace(lora_id=lora_id, lora_name="any", lora_path="__tensor__") for lora_id in ("f00", "ba5")]
+    one, other = (lora(ref, {}, {}, success=False) for ref in refs)
+    assert one["LoRA adapter"] != other["LoRA adapter"]
 
 
 def test_another_image_is_another_image_and_no_other_prompt():
@@ -268,7 +275,6 @@ def test_another_image_is_another_image_and_no_other_prompt():
                 origin_input_ids=array("q", prompt),
                 multimodal_inputs=SimpleNamespace(mm_items=[image(content, 2, 5)]),
             ),
-            scheduler(),
         )
         for prompt, content in zip(prompts, (7, 8), strict=True)
     ]
@@ -278,28 +284,28 @@ def test_another_image_is_another_image_and_no_other_prompt():
 def test_images_that_sglang_does_not_digest_are_told_apart_by_their_places_alone():
     def found(content: int, start: int) -> dict[str, bytes]:
         inputs = SimpleNamespace(mm_items=[image(content, start, start + 3)])
-        return conditions_of(request(multimodal_inputs=inputs), scheduler(), has_digests=False)
+        return conditions_of(request(multimodal_inputs=inputs), has_digests=False)
 
     assert found(7, 2) == found(8, 2) != found(7, 3)
 
 
 def test_what_was_generated_is_prompt_to_whoever_computes_it_again():
     again = request(origin_input_ids=array("q", range(38)), output_ids=array("q", [38, 39]))
-    assert conditions_of(again, scheduler()) != PLAIN
+    assert conditions_of(again) != PLAIN
     again.pd_rebootstrap_in_progress = True
-    assert conditions_of(again, scheduler()) == PLAIN
+    assert conditions_of(again) == PLAIN
 
 
 def test_tokens_that_are_computed_again_count():
     again = request(origin_input_ids=array("q", range(38)), output_ids=array("q", [38, 39]))
-    around_a_request, queue = around_requests(lambda: True), SimpleNamespace(scheduler=scheduler())
+    around_a_request, queue = around_requests(lambda: True), object()
     for is_again, tokens in ((False, 38), (True, 40)):
         again.pd_rebootstrap_in_progress = is_again
         assert around_a_request(lambda *_: current("the hook"), queue, again).tokens == tokens
 
 
 def test_conditions_are_those_of_the_request_that_is_being_made():
-    queue = SimpleNamespace(scheduler=scheduler())
+    queue = object()
 
     def original(*arguments: Any, **named: Any) -> Any:
         assert (arguments[0], named) == (queue, {"is_rebootstrap": False})

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from kvferry.engines.checkpoints import adapter_identity, model_directory
@@ -13,7 +15,7 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 _loaded: dict[str, str] = {}
-"""What was loaded from files, by the id that this server gave it, which no other adapter gets."""
+"""What was loaded, by the id that this server gave it, which no other adapter gets."""
 
 
 def around_load(original: Callable[..., Any], manager: Any, ref: Any) -> Any:
@@ -35,18 +37,34 @@ def around_load(original: Callable[..., Any], manager: Any, ref: Any) -> Any:
     return result
 
 
-def identity(lora_id: str | None, scheduler: Any) -> str:
+def around_load_of_tensors(
+    original: Callable[..., Any], manager: Any, ref: Any, tensors: Any, configuration: Any, *more: Any
+) -> Any:
+    """Around what loads an adapter from tensors that a client has sent: they are in no file."""
+    result = original(manager, ref, tensors, configuration, *more)
+    if result.success:
+        _loaded[ref.lora_id] = _content(tensors, configuration, more)
+    return result
+
+
+def identity(lora_id: str | None) -> str:
     """Identifies a request's adapter; empty without one.
 
     Args:
-        lora_id: this server's own for it.
-        scheduler: SGLang's Scheduler. What was loaded from no files it knows by name.
+        lora_id: this server's own for it, which stands for what was never seen to be loaded.
     """
-    if lora_id is None or lora_id in _loaded:
-        return _loaded.get(lora_id or "", "")
-    manager = scheduler.tp_worker.model_runner.lora_manager
-    ref = None if manager is None else manager.lora_refs.get(lora_id)
-    return lora_id if ref is None else str(ref.lora_name or ref.lora_path or lora_id)
+    return _loaded.get(lora_id, lora_id) if lora_id is not None else ""
+
+
+def _content(tensors: Mapping[str, Any], configuration: Mapping[str, Any], more: object) -> str:
+    import torch
+
+    use = {name: value for name, value in configuration.items() if name != "base_model_name_or_path"}  # a path, often
+    digest = hashlib.blake2b(json.dumps([use, more], sort_keys=True, default=str).encode(), digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return f"{digest.hexdigest()} ({len(tensors)} tensors)"
 
 
 def _read(ref: Any) -> str | None:

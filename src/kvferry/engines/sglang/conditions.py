@@ -52,7 +52,7 @@ def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
     """
 
     def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-        take = partial(_prompt, req, queue.scheduler, has_digests=has_digests())
+        take = partial(_prompt, req, has_digests=has_digests())
         token = _current.set(take)
         try:
             return original(queue, req, *arguments, **named)
@@ -86,12 +86,11 @@ def current(target: str) -> Prompt:
         raise UsageError(f"what this request's cache depends on cannot be digested: {quoted(error)}") from error
 
 
-def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict[str, bytes]:
+def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     """Returns what a request's cache depends on.
 
     Args:
         req: SGLang's Req.
-        scheduler: its Scheduler, which knows the adapters.
         has_digests: as for `around_requests`. Without them another image in the same place is not noticed.
     """
     tokens = _tokens(req)
@@ -101,14 +100,14 @@ def conditions_of(req: Any, scheduler: Any, *, has_digests: bool = True) -> dict
     return request_conditions(
         tokens,
         embedding=_embedding(req.input_embeds or []),
-        lora=adapters.identity(req.lora_id, scheduler),
+        lora=adapters.identity(req.lora_id),
         multimodal=inputs,
         salt=_salt(req),
     )
 
 
-def _prompt(req: Any, scheduler: Any, *, has_digests: bool) -> Prompt:
-    return Prompt(len(_tokens(req)), conditions_of(req, scheduler, has_digests=has_digests))
+def _prompt(req: Any, *, has_digests: bool) -> Prompt:
+    return Prompt(len(_tokens(req)), conditions_of(req, has_digests=has_digests))
 
 
 def _tokens(req: Any) -> Any:

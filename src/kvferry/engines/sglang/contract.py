@@ -14,6 +14,7 @@ from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherit
 from kvferry.engines.sglang.contract_pools import INDEXED
 from kvferry.engines.sglang.names import (
     ADAPTER_LOADED,
+    ADAPTER_OF_TENSORS,
     BACKENDS,
     BEFORE_STEP,
     CACHE_FLUSHED,
@@ -412,9 +413,18 @@ _REQUEST: tuple[Line, ...] = (
         "adapters are told apart by them",
     ),
     Signature(where(ADAPTER_LOADED), "self, lora_ref", "our hook on it says what was loaded"),
+    Signature(
+        where(ADAPTER_OF_TENSORS),
+        "self, lora_ref, tensors, config_dict, added_tokens_config=",
+        "our hook on it says what was loaded",
+    ),
     *(
-        Mentions(f"{_LORA}.{name}", ("_load_lora_adapter",), "the hook is called there")
-        for name in ("init_lora_adapters", "load_lora_adapter")
+        Mentions(f"{_LORA}.{name}", (called,), "the hook is called there")
+        for name, called in (
+            ("init_lora_adapters", "_load_lora_adapter"),
+            ("load_lora_adapter", "_load_lora_adapter"),
+            ("load_lora_adapter_from_tensors", "_load_lora_adapter_from_tensors"),
+        )
     ),
 )
 

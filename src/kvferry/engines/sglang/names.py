@@ -24,6 +24,7 @@ UPDATE_BEGINS = f"{_UPDATER}.begin_weight_update"
 UPDATE_ENDS = f"{_UPDATER}.end_weight_update"
 WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
 ADAPTER_LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
+ADAPTER_OF_TENSORS = f"{ADAPTER_LOADED}_from_tensors"
 CACHE_FLUSHED = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"

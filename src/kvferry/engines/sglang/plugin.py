@@ -20,6 +20,7 @@ from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_ver
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.names import (
     ADAPTER_LOADED,
+    ADAPTER_OF_TENSORS,
     BACKENDS,
     BEFORE_STEP,
     CACHE_FLUSHED,
@@ -167,8 +168,9 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
     yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
-    # Without it, an adapter whose files were overwritten since would be taken for what lies there now.
+    # Without these, what an adapter was when it was loaded would not be known.
     yield Hook(ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
+    yield Hook(ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
     yield Hook(STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
     yield Hook(STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
