@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import weights as module
-from kvferry.engines.sglang.weights import Weights, after_flush, after_naming, around_begin, around_end, around_update
+from kvferry.engines.sglang.weights import (
+    Weights,
+    after_flush,
+    after_naming,
+    after_release,
+    around_begin,
+    around_end,
+    around_update,
+)
 
 START = "the checkpoint's digest"
 REFUSED = "Weights were updated, but the cache was not flushed because requests are still running or queued."
@@ -23,6 +32,7 @@ class Server:
         self.told: list[str] = []
         self._session: object = None
         self.cached, self.is_idle = 0, True
+        self.memory_saver_adapter = SimpleNamespace(enabled=True)
         self.scheduler = SimpleNamespace(
             disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self),
             tree_cache=SimpleNamespace(evictable_size=lambda: self.cached, protected_size=lambda: 0),
@@ -180,6 +190,39 @@ def test_another_backends_servers_are_left_alone():
     for around in (around_update, around_begin, around_end):
         assert around(lambda *_: result, updater, SimpleNamespace()) is result
     after_naming(None, scheduler, SimpleNamespace(new_version="7"))
+
+
+@pytest.fixture
+def features(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Options of the server, as SGLang has them."""
+    given = SimpleNamespace(enable_weights_cpu_backup=False)
+    context = SimpleNamespace(get_exec=lambda: SimpleNamespace(features=given))
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", context)
+    monkeypatch.setitem(sys.modules, "sglang.srt.constants", SimpleNamespace(GPU_MEMORY_TYPE_WEIGHTS="weights"))
+    return given
+
+
+@pytest.mark.parametrize("tags", [None, [], ["weights"], ["kv_cache", "weights"]])
+def test_weights_whose_memory_was_given_away_are_unknown_until_they_are_updated(
+    features: SimpleNamespace, tags: list[str] | None
+):
+    one, other = Server(), Server()
+    for each in (one, other):
+        after_release(None, each, SimpleNamespace(tags=tags))
+    assert "without --enable-weights-cpu-backup" in one.said != other.said
+    for each in (one, other):
+        each.pieces("7")
+    assert one.said == other.said
+
+
+def test_weights_that_keep_their_memory_or_a_copy_are_as_they_were(features: SimpleNamespace):
+    server = Server()
+    after_release(None, server, SimpleNamespace(tags=["kv_cache"]))
+    server.memory_saver_adapter.enabled = False  # nothing is given away then
+    after_release(None, server, SimpleNamespace(tags=["weights"]))
+    server.memory_saver_adapter.enabled = features.enable_weights_cpu_backup = True
+    after_release(None, server, SimpleNamespace(tags=["weights"]))
+    assert (server.said, server.told) == (START, [])
 
 
 # ---- what was cached before -----------------------------------------------------------------------------------------

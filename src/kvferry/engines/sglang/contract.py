@@ -22,6 +22,7 @@ from kvferry.engines.sglang.names import (
     CREATE_SENDER,
     DECODE_MANAGER,
     KV_CLASS,
+    MEMORY_RELEASED,
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
     STAGE_ADMITS,
@@ -392,9 +393,14 @@ _REQUEST: tuple[Line, ...] = (
     ),
     Fields(
         _UPDATER,
-        ("scheduler", "_session", "is_fully_idle"),
+        ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter"),
         "our hooks find the manager, and whether an update is whole, by them",
     ),
+    Signature(where(MEMORY_RELEASED), "self, recv_req", "our hook on it hears that weights are lost"),
+    Mentions(where(MEMORY_RELEASED), ("tags", "memory_saver_adapter", "pause"), "whether they are is known by them"),
+    Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
+    Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
+    Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
     Signature(where(CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
     Mentions(
         f"{_MANAGERS}.scheduler:Scheduler.flush_cache",

@@ -22,6 +22,7 @@ _UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWei
 UPDATES = tuple(f"{_UPDATER}.update_weights_from_{source}" for source in ("disk", "distributed", "tensor", "ipc"))
 UPDATE_BEGINS = f"{_UPDATER}.begin_weight_update"
 UPDATE_ENDS = f"{_UPDATER}.end_weight_update"
+MEMORY_RELEASED = f"{_UPDATER}.release_memory_occupation"
 WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
 ADAPTER_LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 ADAPTER_OF_TENSORS = f"{ADAPTER_LOADED}_from_tensors"

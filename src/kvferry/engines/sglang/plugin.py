@@ -28,6 +28,7 @@ from kvferry.engines.sglang.names import (
     CREATE_SENDER,
     DECODE_MANAGER,
     KV_CLASS,
+    MEMORY_RELEASED,
     MOVE_GATE,
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
@@ -166,6 +167,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield from (Hook(update, weights.around_update, "AROUND") for update in UPDATES)
     yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
+    yield Hook(MEMORY_RELEASED, weights.after_release, "AFTER")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
     yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, what an adapter was when it was loaded would not be known.

@@ -159,6 +159,20 @@ def around_end(original: Callable[..., Any], updater: Any, request: Any) -> Any:
     return result
 
 
+def after_release(_: Any, updater: Any, request: Any) -> None:
+    """After SGLang has given memory away: weights without a backup do not come back with it."""
+    manager = _manager_of(updater.scheduler)
+    if manager is None or not updater.memory_saver_adapter.enabled:
+        return
+    from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+    from sglang.srt.runtime_context import get_exec
+
+    is_weights = not request.tags or GPU_MEMORY_TYPE_WEIGHTS in request.tags
+    if is_weights and not get_exec().features.enable_weights_cpu_backup:
+        why = "their memory was given away without --enable-weights-cpu-backup: update them"
+        _renew(manager, lambda: manager.weights.are_unknown(why))
+
+
 def after_flush(is_flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     """After SGLang has flushed its caches, which it does within updates, too."""
     manager = _manager_of(scheduler)
