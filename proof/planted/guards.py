@@ -45,6 +45,7 @@ from kvferry.protocol.links import link, pods
 from kvferry.protocol.links.proofs import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import DecodeChannels, ReliableChannel
+from kvferry.protocol.time_awake import TimeAwake
 from kvferry.protocol.transfer import events, receiver, sender
 from kvferry.protocol.transfer.events import (
     AwaitTurn,
@@ -235,6 +236,17 @@ def _successors_speak_for_the_dead(patch: pytest.MonkeyPatch) -> None:
 def _no_time_to_settle(patch: pytest.MonkeyPatch) -> None:
     right = LostRanks.__init__
     patch.setattr(LostRanks, "__init__", lambda lost, *, settle_s: right(lost, settle_s=0.0))
+
+
+def _freezes_waited_out(patch: pytest.MonkeyPatch) -> None:
+    """Half of what is waited for counts as over once this process was frozen, though it has read nothing meanwhile."""
+    right = TimeAwake.__init__
+
+    def begin(awake: TimeAwake, awaited_s: float) -> None:
+        right(awake, awaited_s)
+        awake._most_at_once_s = awaited_s / 2
+
+    patch.setattr(TimeAwake, "__init__", begin)
 
 
 def _lost_is_dead(patch: pytest.MonkeyPatch) -> None:
@@ -960,6 +972,7 @@ PLANTED: dict[str, Plant] = {
     "abort that overtakes its open forgotten": _aborts_that_come_first_forgotten,
     "a successor speaks for the dead": _successors_speak_for_the_dead,
     "no time to settle after a death": _no_time_to_settle,
+    "half the time to settle passes in a freeze": _freezes_waited_out,
     "no time to settle after a failed write": _settled_at_once(DirectWrite, _drained_trusted_at_once),
     "a failed write's span given back at once": _settled_at_once(StagedPart, _released_span_trusted_at_once),
     "a thawed decode rank trusts Drained at once": _drained_trusted_at_once,
@@ -1083,6 +1096,7 @@ SEEN_WITH: dict[str, frozenset[str]] = {
     "a pod without an object is taken for dead": frozenset({"cut"}),
     "a phase is taken for a pod's end": frozenset({"freeze of a writer"}),
     "a thawed decode rank trusts Drained at once": frozenset({"frozen receiver"}),
+    "half the time to settle passes in a freeze": frozenset({"freeze while it settles"}),
     "a second Drained ends the wait for what had been sent": frozenset({"frozen receiver"}),
     "a failed write forgotten with its room": frozenset({"frozen receiver"}),
     "drained with rooms open": frozenset({"leave"}),

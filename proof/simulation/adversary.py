@@ -29,7 +29,8 @@ class Adversary:
     Attributes:
         faults: how many there were so far; those that were left out count, too.
         doomed: until when writes of dead processes go on.
-        in_sockets: writes that failed, of which the receiver's sockets hold what was sent while it is frozen.
+        in_sockets: writes that failed, or whose writers died: the receiver's sockets hold what was sent while it is
+            frozen.
         held: until when writes do not get on.
         of_frozen: chance, about what receivers that freeze have not read.
         lines_heal: when connections that are cut come back.
@@ -159,6 +160,7 @@ class Adversary:
                 else:
                     self.held[transfer] = self._world.now + self._world.fate.random() * LINGER_S
                     self.doomed[transfer] = self._world.now + LINGER_S
+                    self.in_sockets.add(transfer)
         self.left(process)
 
     def end_doomed(self) -> None:
@@ -316,7 +318,7 @@ class Adversary:
         self.in_sockets.add(transfer)
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
-        """Whether what is left of a failed write waits for its receiver to thaw, which alone reads its sockets."""
+        """Whether what is left of a write that has ended waits for its receiver to thaw: it alone reads its sockets."""
         return transfer in self.in_sockets and self._world.process_of(transfer.target).thaws_at is not None
 
     def thawed(self, process: Process) -> None:
@@ -340,15 +342,18 @@ class Adversary:
     def _jump(self) -> None:
         process = self._someone()
         if process is not None:
-            seconds = self._world.fate.choice([0.1, 1.0, 10.0])
-            # Of each, a part counts as waited: no more than one in that time (docs/reliability.md).
-            if self._world.now - self._jumped_at.get(process, float("-inf")) < WAITS.quarantine_s:
-                return
-            self._jumped_at[process] = self._world.now
-            process.changes += 1
-            process.platform.skew_s += seconds
-            self.unwell_until = self._world.now + RECOVERY_S
-            self.excuse_all("a clock jumped")
+            self.jump(process, self._world.fate.choice([0.1, 1.0, 10.0]))
+
+    def jump(self, process: Process, seconds: float) -> None:
+        """A process's clock jumps, unless it has just done so, or the process was frozen."""
+        # Of each, a part counts as waited: no more than one in that time (docs/reliability.md).
+        if self._world.now - self._jumped_at.get(process, float("-inf")) < WAITS.quarantine_s:
+            return
+        self._jumped_at[process] = self._world.now
+        process.changes += 1
+        process.platform.skew_s += seconds
+        self.unwell_until = self._world.now + RECOVERY_S
+        self.excuse_all("a clock jumped")
 
 
 _HAPPENINGS: dict[str, Callable[[Adversary], None]] = {

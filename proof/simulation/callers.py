@@ -21,7 +21,9 @@ from proof.simulation.users_code import UsersCode
 
 _HASTY_ODDS = 0.4  # how often who gives up does so at once: the abort may overtake the open request then
 
-_WRONGED_BY = frozenset({"crash", "close", "freeze", "cut", "leave", "unproved end", "close waits"})
+_WRONGED_BY = frozenset(
+    {"crash", "close", "freeze", "cut", "leave", "unproved end", "close waits", "freeze while it settles"}
+)
 """Troubles after which a rank that was started again may not have been found yet."""
 
 _LONGEST_STEP_S = 0.2  # of a model, in which it computes layers

@@ -44,6 +44,7 @@ _DRAWN_APART: Mapping[str, tuple[float, float]] = {
 _STRUCK_APART: Mapping[str, tuple[float, float]] = {
     "frozen receiver": (1 / 8, 0.1),
     "freeze of a writer": (1 / 16, 0.05),
+    "freeze while it settles": (1 / 16, 0.1),
     "leave": (1 / 16, 0.02),
     "raising post": (1 / 4, 0.2),
     "measuring write": (1 / 16, 0.4),

@@ -66,6 +66,7 @@ _TELLS_UNLESS = frozenset(
         "reorder",
         "frozen receiver",
         "freeze of a writer",
+        "freeze while it settles",
         "leave",
         "unproved end",
         "silent line",

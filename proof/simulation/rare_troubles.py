@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from kvferry.endpoint import PrefillEndpoint
+from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.endpoint.runtime.calibration import WriteHangsError
 from kvferry.testing.probe import probe
 from kvferry.transport import TransferHandle
@@ -14,9 +14,17 @@ from proof.simulated_transport import Loss, SimulatedConnection, SimulatedHandle
 from proof.simulation.adversary import RECOVERY_S, Adversary
 from proof.simulation.circumstances import LEASE_S, WAITS, Engine
 from proof.simulation.laws import Law, demand
+from proof.simulation.processes import Process
 from proof.simulation.universe import Universe
 
-_MOST = {"freeze of a writer": 1, "unproved end": 2, "silent line": 2, "lost flow": 2, "second start": 1}
+_MOST = {
+    "freeze of a writer": 1,
+    "freeze while it settles": 2,
+    "unproved end": 2,
+    "silent line": 2,
+    "lost flow": 2,
+    "second start": 1,
+}
 """How often each strikes a world: what comes after is to find that all is well again."""
 _HANGING_FAILS = 0.02  # of a write that measures and hangs, in a step
 _MEASURED_WITHIN_S = 2.0  # lands what a write that measures had sent; less than is waited for
@@ -41,6 +49,7 @@ class RareTroubles:
         known: dict[str, tuple[random.Random, Callable[[random.Random], None]]] = {
             "frozen receiver": (adversary.of_frozen, self._break_off_while_frozen),
             "freeze of a writer": (random.Random(f"{world.seed} which writers freeze"), self._freeze_writer),
+            "freeze while it settles": (random.Random(f"{world.seed} who freezes as it waits"), self._freeze_settling),
             "leave": (random.Random(f"{world.seed} who leaves"), self._leave),
             "unproved end": (random.Random(f"{world.seed} which ends nobody proves"), self._end_unproved),
             "silent line": (random.Random(f"{world.seed} which lines are silent"), self._silence),
@@ -119,6 +128,24 @@ class RareTroubles:
         if writes and self._counts("freeze of a writer"):
             process = self._world.process_of(draw.choice(writes).source)
             self._adversary.freeze_until(process, self._world.now + draw.choice([6.0, 9.0]))
+
+    def _freeze_settling(self, draw: random.Random) -> None:
+        """A prefill rank dies while it writes; a decode rank that waits for what that had sent freezes, or its clock
+        jumps.
+        """
+        sent = {each.target: None for each in self._world.wire.transfers if each in self._adversary.in_sockets}
+        waiting = [each for each in map(self._world.process_of, sent) if each.takes_work and _settles(each)]
+        writes = [each for each in self._adversary.of_the_living() if self._world.process_of(each.source).takes_work]
+        if not (waiting or writes) or not self._counts("freeze while it settles"):
+            return
+        if not waiting:
+            process = self._world.process_of(draw.choice(writes).source)
+            self._adversary.kill(process)
+            self._adversary.restart_later(process)
+        elif draw.random() < 0.5:
+            self._adversary.freeze_until(draw.choice(waiting), self._world.now + draw.choice([2.0, 4.0]))
+        else:
+            self._adversary.jump(draw.choice(waiting), 10.0)
 
     # ---- posts that raise ---------------------------------------------------------------------------------------
 
@@ -278,3 +305,10 @@ class RareTroubles:
         self._adversary.freeze_until(source, self._world.now + draw.choice([0.5, 2.0, 4.0]))
         target.awaits_link_to(draw.choice([source.engine, "nobody"]))
         self._adversary.close(target)
+
+
+def _settles(process: Process) -> bool:
+    """Whether a decode rank counts the time in which what was sent to it may arrive."""
+    assert isinstance(process.endpoint, DecodeEndpoint)
+    inspected = probe(process.endpoint)
+    return bool(inspected.context.settling) or any(rank.proof for _, rank in inspected.links.quarantine.lost.all)

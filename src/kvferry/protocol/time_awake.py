@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+_MOST_AT_ONCE_S = 0.5
+"""As far apart looks are while nothing happens, and about so far beside a thread that keeps the interpreter's lock."""
+
 
 class TimeAwake:
     """Counts the time between looks; of a long one only a part, since the process was frozen, or its clock jumped.
 
-    That part is half of what is waited for: a freeze right after a look never counts as all of it, and looks that are
-    far apart, as beside a thread that keeps the interpreter's lock, lose nothing.
+    That part is so small that after a freeze most of what is waited for is still to pass, and after another one much.
     """
 
     def __init__(self, awaited_s: float) -> None:
@@ -16,7 +18,7 @@ class TimeAwake:
         Args:
             awaited_s: how long whoever counts here waits.
         """
-        self._most_at_once_s = awaited_s / 2
+        self._most_at_once_s = min(_MOST_AT_ONCE_S, awaited_s / 4)
         self._looked_at = 0.0
 
     def passed_s(self, now: float) -> float:

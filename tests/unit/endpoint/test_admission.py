@@ -326,9 +326,9 @@ def test_no_receiver_stood_still_while_this_process_did(admission: Admission, cl
     clock.now = 100.0
     admission.tick()
     assert counts(*moving, waiting) == [1, 1, 0]
-    run_until(100.4, admission, clock)
-    assert counts(waiting) == [0], "of the freeze half of what is waited for counts"
-    run_until(100.7, admission, clock)
+    run_until(101.4, admission, clock)
+    assert counts(waiting) == [0], "of the freeze half a second counts"
+    run_until(101.7, admission, clock)
     assert counts(waiting) == [1], "now they stand still"
 
 

@@ -168,8 +168,8 @@ class Settling:
     all that time and reads its sockets only now, from then on.
 
     The writer's kernel sends whether or not the writer runs, so that there a late look loses nothing but a jump of the
-    clock; the receiver must not count the time of its own freeze. Hence on both sides half of the time at most counts
-    at a look.
+    clock; the receiver must not count the time of its own freeze. Hence on both sides a part of the time at most
+    counts at a look (`TimeAwake`).
     """
 
     def __init__(self, settle_s: float, now: Callable[[], float]) -> None:
