@@ -996,6 +996,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_same_caches.py",
     ),
     PlantedFault(
+        "An engine that was found and does not answer is said to be missing",
+        "endpoint/decode/links.py",
+        "            link.problem = None\n",
+        "",
+        "tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
         "A rank that is silent while it prepares is given up, and the rooms with it",
         "endpoint/decode/heartbeats.py",
         "        if link.state is LinkState.READY:\n            raise",

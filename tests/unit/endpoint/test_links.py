@@ -24,6 +24,7 @@ from kvferry import DecodeEndpoint, InProcessTransport, TokenShare, TransferStat
 from kvferry.applications.up.supervision import free_ports
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.endpoint.prefill.control_channel import Answers
 from kvferry.errors import (
     EndpointClosedError,
     EngineEndedError,
@@ -240,6 +241,23 @@ def test_a_registry_that_is_down_is_named(engines: Callable[..., Engines], free_
         decode.connect(timeout_s=WAIT_S)
     with pytest.raises(TransferTimeoutError, match=r"'prefill' was not connected within 0.05 s"):
         decode.connect(timeout_s=0.05)
+
+
+def test_an_engine_that_is_found_and_does_not_answer_is_not_said_to_be_missing(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both, name = engines(), new_engine_name("late")
+    decode = both.decode(Model()).endpoints[0]
+    with pytest.raises(TransferTimeoutError, match="nobody of that name is there"):
+        decode.connect(name, timeout_s=0.5)
+    with monkeypatch.context() as silent:
+        silent.setattr(Answers, "receive", lambda *_: None)
+        both.prefill(Model(), name=name)
+        eventually("it is found", lambda: decode.status().peers[0].state == "asking the ranks what they hold")
+        with pytest.raises(TransferTimeoutError, match="was not connected within") as caught:
+            decode.connect(name, timeout_s=0.05)
+    assert "nobody of that name is there" not in str(caught.value)
+    decode.connect(name, timeout_s=WAIT_S)
 
 
 def test_whoever_waits_in_vain_leaves_nothing_behind(engines: Callable[..., Engines]):

@@ -277,6 +277,7 @@ class Links:
             link.look_up_at = now if is_overtaken else now + pause_s
             self._watch()
         else:
+            link.problem = None
             self._missed.found(link.key.engine)
             if view is not None and any(each.draining for each in view.group(link.key.dp_rank)):
                 log.warning(

@@ -93,7 +93,7 @@ class Link:
         deadline: when it must be ready.
         registrations: ranks of the group that the registry has named, all or some; by an earlier look-up, if another is
             on its way.
-        problem: why the look-up at the registry has not succeeded so far.
+        problem: why the last look-up at the registry did not succeed; None if it did, or there was none.
         look_up_at: when to ask the registry again; None while it is being asked.
         ranks: the connections to the ranks that are known, by engine rank.
     """
