@@ -162,10 +162,18 @@ def test_weights_that_are_replaced_meet_no_others_and_end_what_is_open(pair: Pai
     other.weights.came("7")
     other.renew_weights()
     Request(pair, 4).run()
+    request = Request(pair, 5)
+    request.ask()
+    wait(request.sent, KVPoll.WaitingForInput)
+    one.weights.came("7")  # others, under a name that was used before
+    one.renew_weights()
+    assert_fails(request.received, request.receivers, f"the {side} server's weights were replaced while it ran")
+    assert_fails(request.sent, request.senders, f"the {side} server's weights were replaced while it ran")
+    request.clear()
     pair.decode.ranks.clear()
     pair.decode.managers.clear()
     pair.start(DECODE, Rank(replace(pair.model, weights="weight_version 7"), tp=1, tp_rank=0))
-    Request(pair, 5).run()
+    Request(pair, 6).run()
 
 
 # ---- requests that the decode side retracted, and that the prefill side computes again ------------------------------

@@ -131,6 +131,15 @@ def test_two_servers_agree_where_they_were_updated_alike_and_nowhere_else(way: s
     assert said not in {updated(other).said for other in WAYS.keys() - {way}}
 
 
+def test_a_name_or_a_flush_that_changes_nothing_ends_no_rooms():
+    server = Server()
+    server.pieces("7")
+    told = len(server.told)
+    server.name("7")
+    server.flush()
+    assert len(server.told) == told
+
+
 def test_what_a_trainer_names_is_the_same_whatever_the_servers_have_started_with():
     one, other = Server(), Server("another checkpoint")
     one.pieces("7")

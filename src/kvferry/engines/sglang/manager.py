@@ -155,15 +155,14 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._receivers.clear()
 
     def renew_weights(self) -> None:
-        """Says to peers what the weights are by now, where they are others. What is on its way fails on both sides.
+        """Says to peers what the weights are by now. What is on its way fails on both sides.
+
+        That is so whatever they are called: others may have the name of those before.
 
         Raises:
             KVFerryError: as `Endpoint.renew`.
         """
-        said = self.weights.said
-        if said == self.caches.fingerprint["weights"]:
-            return
-        self.caches = replace(self.caches, fingerprint={**self.caches.fingerprint, "weights": said})
+        self.caches = replace(self.caches, fingerprint={**self.caches.fingerprint, "weights": self.weights.said})
         for endpoint in () if self.is_released else self._endpoints:
             side = "prefill" if endpoint is self._prefill else "decode"
             endpoint.renew(self.caches.fingerprint, f"the {side} server's weights were replaced while it ran")

@@ -177,16 +177,14 @@ def after_flush(is_flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     """After SGLang has flushed its caches, which it does within updates, too."""
     manager = _manager_of(scheduler)
     if manager is not None and is_flushed:
-        manager.weights.cache_is_flushed()
-        if not manager.weights.is_changing:
-            _renew(manager, lambda: None)
+        _renew_where_new(manager, manager.weights.cache_is_flushed)
 
 
 def after_naming(_: Any, scheduler: Any, request: Any) -> None:
     """After an operator has named the weights."""
     manager = _manager_of(scheduler)
     if manager is not None:
-        _renew(manager, lambda: manager.weights.are_named(request.new_version))
+        _renew_where_new(manager, lambda: manager.weights.are_named(request.new_version))
 
 
 def _look_at_cache(weights: Weights, updater: Any) -> None:
@@ -207,6 +205,14 @@ def _look_at_cache(weights: Weights, updater: Any) -> None:
 def _manager_of(scheduler: Any) -> Any:
     """Returns the manager of ours that a scheduler has; None if it has none."""
     return next((each for each in managers_of(scheduler) if hasattr(each, "renew_weights")), None)
+
+
+def _renew_where_new(manager: Any, change: Callable[[], None]) -> None:
+    """Changes what is said of weights that stay. Within an update that is not said before its end."""
+    said = manager.weights.said
+    change()
+    if manager.weights.said != said and not manager.weights.is_changing:
+        _renew(manager, lambda: None)
 
 
 def _renew(manager: Any, change: Callable[[], None]) -> None:
