@@ -12,6 +12,7 @@ import pytest
 from kvferry.engines.sglang import weights as module
 from kvferry.engines.sglang.weights import (
     Weights,
+    after_attaching,
     after_flush,
     after_naming,
     after_release,
@@ -311,6 +312,18 @@ def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_f
         each.flush()
     assert one.said != other.said
     assert "start the server again" in one.said
+
+
+def test_a_store_that_is_attached_after_an_update_may_have_what_those_before_have_computed():
+    one, other, unchanged = Server(), Server(), Server()
+    for each in (one, other):
+        each.from_disk("/new")
+        after_attaching(SimpleNamespace(success=False), each.scheduler, None)
+        assert each.said == "the digest of /new"
+    for each in (one, other, unchanged):
+        after_attaching(SimpleNamespace(success=True), each.scheduler, None)
+    assert "start the server again" in one.said != other.said
+    assert (unchanged.said, unchanged.told) == (START, [])
 
 
 def test_what_host_memory_alone_caches_is_of_those_before_until_it_is_flushed():

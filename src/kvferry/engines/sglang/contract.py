@@ -29,6 +29,7 @@ from kvferry.engines.sglang.names import (
     STAGE_TAKES,
     STAGES_ENDED,
     STATE_ARGS,
+    STORE_ATTACHED,
     TERMINATED,
     TRANSFER_QUEUE,
     where,
@@ -401,6 +402,8 @@ _REQUEST: tuple[Line, ...] = (
     Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
     Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
     Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
+    Signature(where(STORE_ATTACHED), "self, recv_req", "our hook on it hears of what may be stored of those before"),
+    Mentions(where(STORE_ATTACHED), ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done"),
     Signature(where(CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
     Mentions(
         f"{_MANAGERS}.scheduler:Scheduler.flush_cache",

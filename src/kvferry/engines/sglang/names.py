@@ -26,6 +26,7 @@ MEMORY_RELEASED = f"{_UPDATER}.release_memory_occupation"
 WEIGHTS_NAMED = "sglang.srt.managers.scheduler.Scheduler.handle_update_weight_version"
 ADAPTER_LOADED = "sglang.srt.lora.lora_manager.LoRAManager._load_lora_adapter"
 ADAPTER_OF_TENSORS = f"{ADAPTER_LOADED}_from_tensors"
+STORE_ATTACHED = "sglang.srt.managers.scheduler.Scheduler.attach_hicache_storage_wrapped"
 CACHE_FLUSHED = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 
 _STAGES = "sglang.srt.managers.scheduler_pp_mixin.SchedulerPPMixin"

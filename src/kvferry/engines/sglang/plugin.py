@@ -37,6 +37,7 @@ from kvferry.engines.sglang.names import (
     STAGE_TAKES,
     STAGES_ENDED,
     STATE_ARGS,
+    STORE_ATTACHED,
     TERMINATED,
     TRANSFER_QUEUE,
     UNIFIED_BACKENDS,
@@ -169,6 +170,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
     yield Hook(MEMORY_RELEASED, weights.after_release, "AFTER")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
+    yield Hook(STORE_ATTACHED, weights.after_attaching, "AFTER")
     yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, what an adapter was when it was loaded would not be known.
     yield Hook(ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")

@@ -6,7 +6,7 @@ names none, how often they were replaced. Two servers that were updated alike ag
 
 An update may leave the prefix cache as it is. What that holds would go on under the new weights' name, so until it is
 flushed such a server has nobody's. What SGLang stores below it, a flush leaves: from the first update on, a server that
-stores anything has nobody's for good.
+stores anything, or begins to, has nobody's for good.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class Weights:
     Attributes:
         is_changing: whether an update is under way, in which a flush says nothing yet of what they will be.
         was_flushed: whether the cache was, in the last update.
+        were_replaced: whether they are others than the server has started with.
     """
 
     def __init__(self, said: str) -> None:
@@ -44,7 +45,7 @@ class Weights:
         """
         self._base, self._changes, self._are_of_files = said, 0, True
         self._unknown = self._cached = self._stored = ""
-        self.is_changing = self.was_flushed = False
+        self.is_changing = self.was_flushed = self.were_replaced = False
         self._session: list[str | None] | None = None
 
     @property
@@ -180,6 +181,13 @@ def after_flush(is_flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
         _renew_where_new(manager, manager.weights.cache_is_flushed)
 
 
+def after_attaching(result: Any, scheduler: Any, *_: Any) -> None:
+    """After a store was attached: what it has may have been stored before an update that did not see it."""
+    manager = _manager_of(scheduler)
+    if manager is not None and result.success and manager.weights.were_replaced:
+        _renew_where_new(manager, manager.weights.store_stays)
+
+
 def after_naming(_: Any, scheduler: Any, request: Any) -> None:
     """After an operator has named the weights."""
     manager = _manager_of(scheduler)
@@ -191,6 +199,7 @@ def _look_at_cache(weights: Weights, updater: Any) -> None:
     """Looks whether requests may find what was computed before an update, or will: whoever runs leaves it behind."""
     scheduler = updater.scheduler
     cache = scheduler.tree_cache
+    weights.were_replaced = True
     if getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False):
         weights.store_stays()
     cached = cache.evictable_size() + cache.protected_size()
