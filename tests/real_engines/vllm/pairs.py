@@ -118,10 +118,12 @@ class Pair:
         self.decode.submit(name, here or prompt, count, parameters, choices)
         self.prefill.submit(name, prompt, 1, {"do_remote_decode": True, **of_both})
 
-    def run(self, each: Sequence[Sequence[int]], tag: str, *, by_transfer: bool = False) -> list[Output]:
+    def run(
+        self, each: Sequence[Sequence[int]], tag: str, choices: int = 1, *, by_transfer: bool = False
+    ) -> list[Output]:
         """All prompts at once; see `begin`."""
         for number, prompt in enumerate(each):
-            self.begin(f"{tag}-{number}", prompt, by_transfer=by_transfer)
+            self.begin(f"{tag}-{number}", prompt, choices=choices, by_transfer=by_transfer)
         for number in range(len(each)):
             self.prefill.output(f"{tag}-{number}")
         return [self.decode.output(f"{tag}-{number}") for number in range(len(each))]

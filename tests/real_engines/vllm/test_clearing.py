@@ -6,7 +6,7 @@ page is sent, and what its block has behind that page nobody has written when th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from examples.tiny_model import write
@@ -33,26 +33,36 @@ def prompts_that_end_before_a_page() -> list[list[int]]:
     return [prompts(60 + pages, 1, shortest=PAGE * pages - 3, longest=PAGE * pages - 3)[0] for pages in (1, 2, 3, 5, 9)]
 
 
-def test_what_a_load_has_not_written_is_cleared(engines: Engines):
+def choices_alone(engines: Engines, each: Sequence[Sequence[int]], choices: int) -> list[tuple[tuple[int, ...], ...]]:
+    alone = engines.alone().started()
+    for number, prompt in enumerate(each):
+        alone.submit(f"alone-{number}", prompt, COUNT, None, choices)
+    return [alone.output(f"alone-{number}").choices for number in range(len(each))]
+
+
+@pytest.mark.parametrize("choices", [1, 2])
+def test_what_a_load_has_not_written_is_cleared(engines: Engines, choices: int):
+    """One choice fetches it for all, and the others copy what it has."""
     pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
     each = prompts_that_end_before_a_page()
-    expected = engines.alone().started().generate(each, COUNT)
+    expected = choices_alone(engines, each, choices)
     for engine in (pair.prefill, pair.decode):
         engine.ask("poison")
     before = pair.received
-    outputs = pair.run(each, "clearing")
-    assert [output.tokens for output in outputs] == expected, pair.said
+    outputs = pair.run(each, f"clearing-{choices}", choices)
+    assert [output.choices for output in outputs] == expected, pair.said
     assert pair.received - before == len(each), "prompts were computed on the decode side"
 
 
-def test_tokens_depend_on_it(engines: Engines):
+@pytest.mark.parametrize("choices", [1, 2])
+def test_tokens_depend_on_it(engines: Engines, choices: int):
     """Else the test beside this one would prove nothing: a kernel reads what lies behind the last token."""
     pair = Pair(engines.prefill("prefill"), engines.decode("decode"))
     each = prompts_that_end_before_a_page()
-    expected = engines.alone().started().generate(each, COUNT)
+    expected = choices_alone(engines, each, choices)
     pair.decode.ask("poison")
     pair.decode.ask("plant", "nothing is cleared")
-    outputs = pair.run(each, "not-cleared")
+    outputs = pair.run(each, f"not-cleared-{choices}", choices)
     pair.decode.ask("heal")
-    wrong = sum(output.tokens != tokens for output, tokens in zip(outputs, expected, strict=True))
+    wrong = sum(output.choices != alone for output, alone in zip(outputs, expected, strict=True))
     assert wrong == len(each), f"{wrong} of {len(each)}"
