@@ -253,7 +253,8 @@ def test_an_adapter_that_is_in_no_files_is_the_tensors_and_the_configuration_tha
     def sent(scale: float = 1.0, dtype: torch.dtype = torch.bfloat16, **configuration: Any) -> bytes:
         ref = SimpleNamespace(lora_id=uuid4().hex, lora_name="any", lora_path="__tensor__")
         tensors = {name: torch.full((2, 3), scale, dtype=dtype) for name in "ab"}
-        return lora(ref, tensors, {"r": 2, **configuration}, None)["LoRA adapter"]
+        digest: bytes = lora(ref, tensors, {"r": 2, **configuration}, None)["LoRA adapter"]
+        return digest
 
     assert sent() == sent(base_model_name_or_path="/elsewhere")
     found = {sent(), sent(scale=2.0), sent(dtype=torch.float16), sent(lora_alpha=4)}
