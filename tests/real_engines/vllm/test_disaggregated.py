@@ -364,7 +364,10 @@ def and_a_turn_more(each: Sequence[Sequence[int]]) -> list[list[int]]:
 
 @pytest.mark.full
 def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: Engines, tmp_path: Path):
-    """A prefill server sends what it has back from host memory, and a decode server keeps there what it was sent."""
+    """A prefill server sends what it has back from host memory, and a decode server keeps there what it was sent.
+
+    Neither finds there what other weights have computed.
+    """
     kept, received = tmp_path / "prefill", tmp_path / "decode"
     prefill = engines.prefill("prefill-offloads", beside=(offloading(kept),), **CROWDED)
     decode = engines.decode("decode-offloads", beside=(offloading(received),), prefix_cache=True, is_asynchronous=True)
@@ -378,6 +381,13 @@ def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: En
     assert counted(kept, "loaded") > before, "the prefill server had all of it: the test shows nothing"
     assert counted(received, "stored") > 0
     assert pair.free_blocks() == free
+    changed = [prefill, decode, engines.alone().started()]
+    other = write("qwen3", tmp_path / "other", seed=12)
+    for engine in changed:
+        engine.ask("rpc", "reload_weights", {"weights_path": str(other)})
+    check(engines, pair, first, "with other weights")
+    for engine in changed:
+        engine.ask("rpc", "reload_weights", {"weights_path": str(write("qwen3", tmp_path / "as before"))})
 
 
 @pytest.mark.full

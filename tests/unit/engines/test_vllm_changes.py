@@ -41,6 +41,20 @@ class Executor:
         return [dict(self.sums)]
 
 
+class Offloading:
+    """A connector beside ours: as vLLM's, it is not reset twice between two steps."""
+
+    def __init__(self) -> None:
+        self.kept, self.answer, self.may_be_reset = "old", True, True
+        self.connector_scheduler = SimpleNamespace(manager=SimpleNamespace())
+
+    def reset_cache(self) -> Any:
+        assert self.may_be_reset
+        self.may_be_reset = False
+        self.kept = "" if self.answer else self.kept
+        return self.answer
+
+
 def core_class() -> Any:
     """As much of vLLM's as is watched."""
 
@@ -113,12 +127,19 @@ def started(sums: dict[str, int] | Exception) -> Any:
     pool = SimpleNamespace(num_gpu_blocks=3, evict_blocks=evicted.append)
     block: Any = object()
     changes.bind(lambda name: [[block] if name == "running" else []], pool)
-    core = core_class()(SimpleNamespace(_connectors=[object(), SimpleNamespace(changes=changes)]), sums)
+    beside = Offloading()
+    core = core_class()(SimpleNamespace(_connectors=[beside, SimpleNamespace(changes=changes)]), sums)
     requests = {name: Request(name, lora) for name, lora in (("running", "a"), ("waiting", ""))}
     for request in requests.values():
         changes.came_in(request)
     return SimpleNamespace(
-        side=side, core=core, evicted=evicted, requests=requests, changes=changes, weights=conditions.weights
+        side=side,
+        core=core,
+        evicted=evicted,
+        requests=requests,
+        changes=changes,
+        weights=conditions.weights,
+        beside=beside,
     )
 
 
@@ -152,6 +173,59 @@ def test_what_a_running_request_computes_from_old_and_new_is_found_by_nobody(giv
     (digest,) = running.block_hashes
     assert digest.startswith("hash with tenant ")
     assert digest != "hash with tenant "
+
+
+def replace(given: Any, number: int) -> None:
+    given.core.collective_rpc("reload_weights", kwargs={"sums": {"w": number}})
+
+
+def step(given: Any) -> None:
+    given.changes.scheduled()
+    given.beside.kept, given.beside.may_be_reset = "computed", True
+
+
+def test_what_a_connector_beside_ours_keeps_is_dropped(given: Any):
+    """It would find it by its tokens, and have it sent as new."""
+    assert given.beside.kept == "old"
+    for number in (2, 3):
+        replace(given, number)
+        assert given.beside.kept == ""
+    assert given.beside.reset_cache() is True, "as vLLM asks when it resets caches, before the next step"
+    assert given.weights.text.startswith("content ")
+    step(given)
+    replace(given, 4)
+    assert given.beside.kept == ""
+
+
+@pytest.mark.parametrize("answer", [None, False])
+def test_nothing_is_exchanged_as_long_as_it_may_keep_something(
+    given: Any, answer: bool | None, caplog: pytest.LogCaptureFixture
+):
+    given.beside.answer = answer
+    replace(given, 2)
+    assert "Offloading may still have what was computed before" in caplog.text
+    given.core.set_weight_version("step-1")
+    assert given.weights.text.startswith("unknown "), "a name says nothing of what it keeps"
+    given.beside.answer, given.beside.may_be_reset = True, True
+    given.changes.came_in(Request("next"))
+    assert given.beside.kept == ""
+    assert given.weights.text == "named step-1"
+
+
+def test_what_cannot_be_dropped_in_the_middle_of_a_step_is_dropped_after_it(given: Any):
+    given.beside.may_be_reset = False
+    replace(given, 2)
+    assert given.weights.text.startswith("unknown ")
+    step(given)
+    given.changes.between_steps()
+    assert given.beside.kept == ""
+    assert given.weights.text.startswith("content ")
+
+
+def test_what_it_has_in_files_vllm_leaves_there(given: Any):
+    given.beside.connector_scheduler.manager.secondary_tiers = ["files"]
+    replace(given, 2)
+    assert given.weights.text.startswith("unknown ")
 
 
 def test_weights_that_a_call_changed_before_it_failed_have_changed(given: Any):

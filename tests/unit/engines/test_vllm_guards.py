@@ -22,6 +22,7 @@ def configuration(
     lookahead: int = 0,
     has_parts: bool = False,
     sleeps: bool = False,
+    is_elastic: bool = False,
     stages: int = 1,
     drafts: bool = False,
     is_second_runner: bool = False,
@@ -32,7 +33,9 @@ def configuration(
         attention_config=SimpleNamespace(hisparse_config=hisparse),
         model_config=SimpleNamespace(enable_sleep_mode=sleeps),
         num_prefill_lookahead_tokens=lookahead,
-        parallel_config=SimpleNamespace(use_ubatching=has_parts, pipeline_parallel_size=stages),
+        parallel_config=SimpleNamespace(
+            use_ubatching=has_parts, pipeline_parallel_size=stages, enable_elastic_ep=is_elastic
+        ),
         speculative_config=SimpleNamespace() if drafts else None,
         use_v2_model_runner=is_second_runner,
     )
@@ -51,6 +54,7 @@ def test_what_is_right_is_not_refused():
         ),
         ({"hisparse": object()}, "leave out hisparse_config and the HiSparseConnector"),
         ({"sleeps": True}, "--enable-sleep-mode: waking replaces the KV cache's memory"),
+        ({"is_elastic": True}, "--enable-elastic-ep: /scale_elastic_ep replaces ranks"),
         ({"stages": 2, "drafts": True}, "--pipeline-parallel-size and --speculative-config: where vLLM drafts"),
     ],
 )

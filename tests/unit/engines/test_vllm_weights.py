@@ -81,6 +81,19 @@ def test_the_least_change_of_one_number_counts(name: str):
     assert content_of([parameter_sums(worker(changed))]) != content_of([parameter_sums(worker(whole()))])
 
 
+@pytest.mark.parametrize("name", ["_k_scale", "_v_scale"])
+def test_the_scales_of_caches_count_which_are_no_parameters(name: str):
+    given = worker(whole())
+    attention = given.get_model().layer0.attention
+    for each in ("_k_scale", "_v_scale", "another"):
+        attention.register_buffer(each, torch.tensor(1.0))
+    before = content_of([parameter_sums(given)])
+    attention.another.fill_(2.0)
+    assert content_of([parameter_sums(given)]) == before
+    getattr(attention, name).fill_(2.0)
+    assert content_of([parameter_sums(given)]) != before
+
+
 @pytest.mark.parametrize("parallel", [{"data_parallel_size": 2}, {"enable_eplb": True}])
 def test_experts_do_not_count_where_ranks_of_other_engines_have_some(parallel: dict[str, Any]):
     changed = whole()

@@ -34,6 +34,42 @@ class _BlockPool(Protocol):
         """Has nobody find these in the prefix cache."""
 
 
+class _Beside:
+    """A connector beside ours, and whether it keeps anything from before: it finds caches by their tokens alone.
+
+    vLLM's own cannot be reset twice between two steps, and whoever replaces weights may ask for it too.
+    """
+
+    def __init__(self, connector: Any) -> None:
+        self.name = type(connector).__name__
+        self._connector, self._original = connector, connector.reset_cache
+        self._result: bool | None = None
+        connector.reset_cache = self._reset
+
+    def computed(self) -> None:
+        """Takes that another step is about to run, of which it may keep something."""
+        self._result = None
+
+    def is_reset(self) -> bool:
+        """Has it drop what it keeps. Returns whether it has."""
+        try:
+            return self._reset() is True and not self._keeps_more
+        except Exception as error:  # whatever it is; vLLM's own asserts that no step is being scheduled
+            log.debug("%s was not reset: %s: %s", self.name, type(error).__name__, error)
+            return False
+
+    @property
+    def _keeps_more(self) -> bool:
+        """Whether it has files or the like, which vLLM leaves as they are."""
+        manager = getattr(getattr(self._connector, "connector_scheduler", None), "manager", None)
+        return bool(getattr(manager, "secondary_tiers", ()))
+
+    def _reset(self) -> bool | None:
+        if self._result is not True:
+            self._result = self._original()
+        return self._result
+
+
 class Changes:
     """Takes what changes in the engine of a connector's side in the scheduler. Owned by its thread.
 
@@ -54,6 +90,7 @@ class Changes:
         self._requests: dict[str, Any] = {}  # those that have come in and not ended
         self._tables: BlockTables | None = None
         self._pool: _BlockPool | None = None
+        self._beside: list[_Beside] = []
         self.arrived: set[str] = set()
         """vLLM's own: requests whose caches have come, and with which it has not gone on yet."""
         self.adapters.replaced = self._adapter_replaced
@@ -67,8 +104,19 @@ class Changes:
         """Takes where blocks are looked up and found again. Called once, before anything is scheduled."""
         self._tables, self._pool = tables, pool
 
+    def stands_beside(self, connectors: Sequence[Any]) -> None:
+        """Takes which connectors there are, ours among them. Once is enough."""
+        if not self._beside:
+            self._beside = [_Beside(each) for each in connectors if getattr(each, "changes", None) is not self]
+
+    def between_steps(self) -> None:
+        """Drops what connectors beside ours keep from before, where they could not do so in the middle of a step."""
+        if self._conditions.weights.are_mixed:
+            self._reset_others()
+
     def came_in(self, request: Any) -> None:
         """Takes a request that has just come in."""
+        self.between_steps()
         self._requests[request.request_id] = request
 
     def scheduled(self) -> None:
@@ -76,6 +124,8 @@ class Changes:
         if not self.adapters.are_proved:
             for request in self._requests.values():
                 self._computed(request)
+        for each in self._beside:
+            each.computed()
 
     def ended(self, request: Any) -> None:
         """Takes that a request has ended."""
@@ -192,12 +242,26 @@ class Changes:
         assert self._tables is not None
         assert self._pool is not None
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        self._reset_others()
         arrived = self.arrived.intersection(each.request_id for each in requests)
         self.arrived -= arrived
         self._side.outdate(requests, reason, arrived)
         for request in requests:
             if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
                 _share_nothing(request)
+
+    def _reset_others(self) -> None:
+        """Has connectors beside ours drop what they keep. As long as one may not have, nothing is exchanged."""
+        weights = self._conditions.weights
+        kept = [each.name for each in self._beside if not each.is_reset()]
+        if kept and not weights.are_mixed:
+            log.error(
+                "%s may still have what was computed before, and vLLM would take it for new: no cache is exchanged "
+                "until it has dropped that; if this stays so, start this server anew",
+                " and ".join(kept),
+            )
+        if bool(kept) != weights.are_mixed:
+            weights.are_mixed = bool(kept)
 
 
 def _share_nothing(request: Any) -> None:
@@ -262,8 +326,11 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
 def _changes_of(connector: Any) -> Changes | None:
     """Returns ours, of a connector or of one of several that stand beside each other."""
     several: Sequence[Any] = getattr(connector, "_connectors", ())
-    found = (getattr(each, "changes", None) for each in (connector, *several))
-    return next((each for each in found if isinstance(each, Changes)), None)
+    each = (getattr(each, "changes", None) for each in (connector, *several))
+    found = next((each for each in each if isinstance(each, Changes)), None)
+    if found is not None:
+        found.stands_beside(several)
+    return found
 
 
 def _collective_rpc(

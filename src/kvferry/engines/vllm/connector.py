@@ -337,6 +337,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Takes the requests that all workers are done with."""
+        self._changes.between_steps()
         received = connector_output.finished_recving or set()
         received -= self._scheduler_side.reported(
             connector_output.finished_sending or (), received, connector_output.failed_recving

@@ -95,11 +95,6 @@ def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
 
 
 def _callers() -> Iterator[Line]:
-    yield Mentions(
-        f"{_SCHEDULER}._get_local_prefix_cache_hit",
-        ("supports_divergent_local_hybrid_hits",),
-        "of hybrids no prefix of full attention is fetched again",
-    )
     """What vLLM does with the hooks: one that it does not call any more would be missed by no signature."""
     yield Mentions(
         f"{_SCHEDULER}.schedule",
@@ -292,6 +287,7 @@ def _configuration() -> Iterator[Line]:
         ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"),
         "which ranks share tokens and layers",
     )
+    yield Fields("vllm.config.parallel:ParallelConfig", ("enable_elastic_ep",), "ours refuses it")
     yield Attributes(
         "vllm.config.parallel:ParallelConfig", ("use_ubatching",), "layers leave one by one where a step is one part"
     )
@@ -364,9 +360,20 @@ def _changes() -> Iterator[Line]:
     yield Mentions(f"{_SCHEDULER}._handle_blocked_waiting_request", ("finished_recving_kv_req_ids",), needed_for)
     yield Call("vllm.v1.executor.abstract:Executor.collective_rpc", 2, (), "workers are asked for their weights")
     yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")
+    yield Mentions(
+        "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
+        ("register_buffer", "_k_scale", "_v_scale"),
+        "a change of the caches' scales is a change of weights",
+    )
     yield Signature(f"{_BASE}.reset_cache", "self", _CALLED)
     yield Mentions(f"{_SCHEDULER}.reset_connector_cache", ("reset_cache",), _CALLED)
     found = "nothing that old weights have computed is found again"
+    several = f"{_V1}.multi_connector:MultiConnector"
+    yield Mentions(f"{several}.__init__", ("_connectors",), found)
+    yield Mentions(f"{several}.reset_cache", ("_connectors", "reset_cache"), found)
+    yield Mentions(f"{_V1}.offloading_connector:OffloadingConnector.__init__", ("connector_scheduler",), found)
+    yield Mentions(f"{_V1}.offloading.scheduler:OffloadingConnectorScheduler.__init__", ("manager",), found)
+    yield Mentions("vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.__init__", ("secondary_tiers",), found)
     yield Mentions("vllm.v1.core.block_pool:BlockPool.__init__", ("num_gpu_blocks",), found)
     yield Call("vllm.v1.core.block_pool:BlockPool.evict_blocks", 2, (), found)
     yield Call("vllm.v1.request:Request.update_block_hashes", 1, (), found)
@@ -484,7 +491,7 @@ def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[
 CONTRACTS = (
     _contract("0.31.0", _NEW_IN_0_32, (_UNTIL_0_33,)),
     _contract("0.32.0", more=(_UNTIL_0_33, *_context_parallelism(), _IN_0_32, *_cache_hit_source())),
-    _contract("0.33.0", more=(*since_0_33(), *_context_parallelism())),
+    _contract("0.33.0", more=(*since_0_33(), *_context_parallelism(), *_cache_hit_source())),
 )
 """What holds wherever vLLM runs, in each version that was tried."""
 

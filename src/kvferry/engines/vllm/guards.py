@@ -52,6 +52,11 @@ def _problems(vllm_config: Any, *, sends_layers: bool, follows_sleep: bool) -> I
             "--enable-sleep-mode: waking replaces the KV cache's memory, which is registered, and this vLLM does not "
             "tell connectors of it: leave it out, or use vLLM 0.33"
         )
+    if vllm_config.parallel_config.enable_elastic_ep:
+        yield (
+            "--enable-elastic-ep: /scale_elastic_ep replaces ranks and divides experts anew while the engine runs, and "
+            "tells connectors of neither: leave it out"
+        )
     if vllm_config.aux_output_config.enable_return_routed_experts:
         yield (
             "--enable-return-routed-experts: the experts of a prompt's tokens stay on the prefill server, so that the "

@@ -23,6 +23,9 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _HEAD = "lm_head"
 """Caches do not depend on it, and not every pipeline stage has it."""
 
+_CACHE_SCALES = ("_k_scale", "_v_scale")
+"""By which vLLM's attention layers quantise what they cache: buffers, and no parameters."""
+
 _BASE_LAYER = ".base_layer."
 """What an engine that may have adapters puts into its parameters' names."""
 
@@ -74,6 +77,7 @@ class WeightsVersion:
         self._first: str | None = None
         self._now: str | None = None
         self._name: str | None = None
+        self._mixed = ""
 
     @property
     def is_known(self) -> bool:
@@ -83,6 +87,8 @@ class WeightsVersion:
     @property
     def text(self) -> str:
         """What a request's cache depends on: a name that was given to the weights, else what they are."""
+        if self._mixed:
+            return self._mixed
         if self._name is not None:
             return f"named {self._name}"
         return "" if self._now == self._first else f"content {self._now}"
@@ -101,13 +107,23 @@ class WeightsVersion:
         self._first = self._first or "not looked at"
         self._now, self._name = f"unknown {uuid4().hex}", None
 
+    @property
+    def are_mixed(self) -> bool:
+        """Whether caches that others have computed may be taken for theirs: then they are like no others."""
+        return bool(self._mixed)
+
+    @are_mixed.setter
+    def are_mixed(self, are_mixed: bool) -> None:
+        self._mixed = f"unknown {uuid4().hex}" if are_mixed else ""
+
     def named(self, name: str) -> None:
         """Takes what the weights are called that are there now. Whoever names others so says that they are the same."""
         self._name = name
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields what a model's parameters are by name; of queries, keys and values in one, the queries apart.
+    """Yields what a model's parameters are by name, and its caches' scales; of queries, keys and values in one, the
+    queries apart.
 
     Where there are more ranks than KV heads, some have copies of keys and values, and none of queries.
     """
@@ -122,6 +138,9 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{name} of keys and values", tensor[queries:]
             else:
                 yield name, tensor
+        for own_name, scale in module.named_buffers(recurse=False):
+            if own_name in _CACHE_SCALES:
+                yield f"{module_name}.{own_name}", scale
 
 
 def _sum(tensor: torch.Tensor) -> torch.Tensor:
