@@ -66,6 +66,26 @@ def test_servers_that_do_not_answer_hold_up_none_that_has(servers: Servers):
     assert servers.asked.count("silent-0:1") == 1
 
 
+def test_more_silent_addresses_than_are_looked_up_at_once_are_refused_in_words_and_not_queued(servers: Servers):
+    for number in range(1000):
+        assert not servers.look_ups.is_found(f"silent-{number}:1")
+    problem = servers.look_ups.problem("silent-999:1", 0.0)
+    assert problem is not None
+    assert "other addresses that have never answered are being looked up" in str(problem.error)
+    assert problem.wait_s(300.0) == SILENT_S
+    assert servers.look_ups.problem("silent-0:1", 0.0) is None
+    servers.ended.set()
+    eventually("one is found", servers.look_ups.is_found, "silent-0:1")
+    assert "silent-999:1" not in servers.asked
+
+
+def test_a_server_that_is_first_asked_for_does_not_wait_for_silent_ones(servers: Servers):
+    servers.answers["good:1"] = "information"
+    for number in range(100):
+        assert not servers.look_ups.is_found(f"silent-{number}:1")
+    eventually("it is found", servers.look_ups.is_found, "good:1")
+
+
 def test_a_failure_is_of_those_who_have_waited_for_it_and_not_tried_again_at_once(
     servers: Servers, monkeypatch: pytest.MonkeyPatch
 ):

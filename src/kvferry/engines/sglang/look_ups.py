@@ -29,8 +29,11 @@ SILENT_S = 15.0
 """How long a request waits for a server that does not answer: as long as SGLang's own looks."""
 
 _THREADS = 4
-_THREADS_FOR_STRANGERS = 32
-"""For addresses that never answered: however many do not, servers that did are looked up beside them."""
+MOST_STRANGERS = 128
+"""Addresses that never answered are looked up at once, a thread each, beside servers that did; none waits for others'
+silence in a queue."""
+
+_TOO_MANY = f"{MOST_STRANGERS} other addresses that have never answered are being looked up"
 
 _MOST_PROBLEMS = 1024
 
@@ -98,7 +101,7 @@ class LookUps(Generic[T]):
         self._under_way: set[str] = set()
         self.problems: OrderedDict[str, Problem] = OrderedDict()
         self._pool = ThreadPoolExecutor(_THREADS, "kvferry-sglang-look-up")
-        self._strangers = ThreadPoolExecutor(_THREADS_FOR_STRANGERS, "kvferry-sglang-look-up-new")
+        self._strangers = ThreadPoolExecutor(MOST_STRANGERS, "kvferry-sglang-look-up-new")
 
     def is_found(self, address: str) -> bool:
         """Whether a server was looked up; if not, that begins unless it is under way or has just failed."""
@@ -109,8 +112,12 @@ class LookUps(Generic[T]):
             has_just_failed = problem is not None and time.monotonic() < problem.at + AGAIN_S
             if has_just_failed or address in self._under_way:
                 return False
+            is_stranger = address not in self._have_answered
+            if is_stranger and len(self._under_way - self._have_answered) >= MOST_STRANGERS:
+                self._note(address, RegistryUnreachableError(_TOO_MANY))
+                return False
             self._under_way.add(address)
-        pool = self._pool if address in self._have_answered else self._strangers
+        pool = self._strangers if is_stranger else self._pool
         pool.submit(self._run, address)
         return False
 
@@ -130,7 +137,7 @@ class LookUps(Generic[T]):
             found = self._look_up(address)
         except Exception as error:  # whatever a server answers, the scheduler goes on
             log.error("the prefill server at %s cannot be used: %s", address, error)
-            problem = Problem(error, time.monotonic())
+            problem = error
         with self._lock:
             self._under_way.discard(address)
             self.problems.pop(address, None)
@@ -138,6 +145,9 @@ class LookUps(Generic[T]):
                 self._found[address] = found
                 self._have_answered.add(address)
             elif problem is not None:
-                self.problems[address] = problem
-                while len(self.problems) > _MOST_PROBLEMS:
-                    self.problems.popitem(last=False)
+                self._note(address, problem)
+
+    def _note(self, address: str, error: Exception) -> None:
+        self.problems[address] = Problem(error, time.monotonic())
+        while len(self.problems) > _MOST_PROBLEMS:
+            self.problems.popitem(last=False)
