@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -280,6 +281,18 @@ def test_another_image_is_another_image_and_no_other_prompt():
         for prompt, content in zip(prompts, (7, 8), strict=True)
     ]
     assert {name for name in found[0] if found[0][name] != found[1][name]} == {"multimodal input"}
+
+
+def test_a_long_prompt_is_not_copied_and_never_changed():
+    asked = request(origin_input_ids=array("q", range(1_000_000)))
+    tracemalloc.start()
+    conditions_of(asked)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most_bytes < 1_000_000
+    asked.multimodal_inputs = SimpleNamespace(mm_items=[image(7, 2, 5)])
+    conditions_of(asked)
+    assert asked.origin_input_ids == array("q", range(1_000_000))
 
 
 def test_images_that_sglang_does_not_digest_are_told_apart_by_their_places_alone():

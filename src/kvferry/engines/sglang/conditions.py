@@ -95,6 +95,8 @@ def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     """
     tokens = _tokens(req)
     inputs = _inputs(req, has_digests=has_digests)
+    if inputs:
+        tokens = tokens.copy()  # they are the request's own
     for each in inputs:
         tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
     return request_conditions(
@@ -111,11 +113,11 @@ def _prompt(req: Any, *, has_digests: bool) -> Prompt:
 
 
 def _tokens(req: Any) -> Any:
-    """Returns the tokens that the prefill side computes."""
-    tokens = np.array(req.origin_input_ids, np.int64)
+    """Returns the tokens that the prefill side computes: the request's own where it can, which may be a million."""
+    tokens = np.asarray(req.origin_input_ids, np.int64)
     if getattr(req, "pd_rebootstrap_in_progress", False):
         # What was generated so far is prompt to the prefill side, which computes it again.
-        tokens = np.concatenate([tokens, np.array(req.output_ids, np.int64)])
+        tokens = np.concatenate([tokens, np.asarray(req.output_ids, np.int64)])
     return tokens
 
 
