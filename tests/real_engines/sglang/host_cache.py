@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.real_engines.sglang import plugins, unpinned
+from tests.real_engines import plugins
+from tests.real_engines.sglang import unpinned
 
 COPIES = "KVFERRY_HOST_COPIES"
 """The environment variable with the file in which copies to the device are counted."""

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from tests.real_engines.sglang import plugins
+from tests.real_engines import plugins
 
 
 def install(directory: Path) -> Path:

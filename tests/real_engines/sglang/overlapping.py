@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.real_engines.sglang import plugins
+from tests.real_engines import plugins
 
 
 def install(directory: Path) -> Path:

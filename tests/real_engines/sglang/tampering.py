@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.real_engines.sglang import overlapping, plugins
+from tests.real_engines import plugins
+from tests.real_engines.sglang import overlapping
 
 DIRECTORY = "KVFERRY_TAMPERING"
 """The environment variable with the directory of those files."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.real_engines.sglang import plugins
+from tests.real_engines import plugins
 
 
 def install(directory: Path) -> Path:
