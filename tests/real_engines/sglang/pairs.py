@@ -66,8 +66,13 @@ class Pair:
         return self._begin("decode", model=model, disaggregation_decode_enable_radix_cache=True, **options)
 
     def started(self) -> Pair:
-        """Waits until both serve, and makes sure that caches are told apart."""
-        refuse_another_prompt(self.prefill.started(), self.decode.started(), self.port)
+        """Waits until both serve, and makes sure that steps overlap unless told not to, and caches are told apart."""
+        self.prefill.started()
+        self.decode.started()
+        overlaps = not self._options.get("disable_overlap_schedule", False)
+        said = {(each["side"], each["overlaps"]) for each in self.tampering.said("all")}
+        assert said == {("prefill", overlaps), ("decode", overlaps)}, said
+        refuse_another_prompt(self.prefill, self.decode, self.port)
         self.tampering.forget()
         return self
 

@@ -95,16 +95,17 @@ def _pages_behind_the_prefix(scheduler: Any, req: Any) -> int:
 
 
 def watch_tokens(scheduler: Any, note: Callable[..., None]) -> None:
-    """Writes down how many tokens a scheduler can give to requests, and when that has changed."""
+    """Writes down how many tokens a scheduler can give to requests, and since when, and whether its steps overlap."""
+    side = scheduler.disaggregation_mode.value
+    note("all", side=side, tokens=scheduler.max_total_num_tokens, overlaps=scheduler.enable_overlap)
 
     def look() -> None:
-        note("all", side=scheduler.disaggregation_mode.value, tokens=scheduler.max_total_num_tokens)
         before = None
         while True:
             cached = scheduler.tree_cache.evictable_size()
             free = scheduler.token_to_kv_pool_allocator.available_size() + cached
             if free != before:
-                note("free", side=scheduler.disaggregation_mode.value, tokens=free, at=time.time())
+                note("free", side=side, tokens=free, at=time.time())
                 before = free
             time.sleep(0.02)
 
