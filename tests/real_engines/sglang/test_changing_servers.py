@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput, UpdateWeightVersionReqInput
 from tests.real_engines.prompts import prompts
 from tests.real_engines.sglang.engine import EngineProcess, Shape, disaggregated
-from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal
+from tests.real_engines.sglang.pairs import ROOMS, TOKENS, Pair, assert_equal, refuse_another_prompt
 from tests.real_engines.sglang.test_lives import IDLE_S
 
 from kvferry.applications.up.supervision import free_ports
@@ -112,6 +112,7 @@ def test_weights_that_are_replaced_in_place_never_meet_others(
     assert all(one != other for one, other in zip(old, new, strict=True)), "the weights change nothing"
     started = pair.begin_decode(model=newer).started()
     try:
+        refuse_another_prompt(pair.prefill, started, pair.port)
         rooms = [next(ROOMS) for _ in given]
         for engine in (pair.prefill, started):
             engine.submit(given, TOKENS, rooms=rooms, port=pair.port)
@@ -155,7 +156,7 @@ def test_a_server_that_died_while_idle_holds_nobody_up(pair: Pair, undivided: En
     (port,) = free_ports(1)
     other = EngineProcess(Shape(model, disaggregated("prefill", port, chunked_prefill_size=128)))
     try:
-        other.started()
+        refuse_another_prompt(other.started(), pair.decode, port)
         assert_equal(pair.run(prompts(3, 2)), undivided.generate(prompts(3, 2), TOKENS))
         pair.prefill.kill()
         with socket.socket() as silent:

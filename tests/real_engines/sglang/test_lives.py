@@ -205,5 +205,6 @@ def test_memory_goes_and_comes_back(two: Two, undivided: EngineProcess):
 def test_two_servers_take_each_others_role_and_go_back(two: Two, undivided: EngineProcess):
     for seed in range(5, 9):
         two.switch()
+        refuse_another_prompt(two.prefill, two.decode, two.ports[two.prefilling])
         given = prompts(seed, 6, longest=150)
         assert_equal(two.run(given), undivided.generate(given, TOKENS))
