@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -104,11 +104,16 @@ def adapter_identity(directory: Path) -> str:
     weights = weights_identity(directory)
     try:
         configuration = json.loads((directory / "adapter_config.json").read_bytes())
-        configuration.pop("base_model_name_or_path", None)  # a path, often
+        use = adapter_use(configuration)
     except (OSError, ValueError, AttributeError) as error:
         raise ModelError(f"the adapter in {directory} cannot be read: {type(error).__name__}: {error}") from error
-    use = hashlib.blake2b(json.dumps(configuration, sort_keys=True).encode(), digest_size=8).hexdigest()
     return f"{weights}, {use}"
+
+
+def adapter_use(configuration: Mapping[str, object]) -> str:
+    """Returns a digest of what a LoRA adapter's configuration says of its weights' use."""
+    said = {name: value for name, value in configuration.items() if name != "base_model_name_or_path"}  # a path, often
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
 def _stored(directory: Path) -> tuple[list[_Stored], int]:

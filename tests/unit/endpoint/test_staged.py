@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.support.caches import Model, Shape
-from tests.support.engines import WAIT_S, Engines, Requests
+from tests.support.engines import WAIT_S, Engines, Request, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState, interleaved
@@ -253,11 +253,8 @@ def test_an_abort_leaves_the_rings_free_and_pages_alone(pair: Callable[..., Requ
     requests.check(after)
 
 
-def test_pages_are_not_reusable_while_a_part_is_scattered(
-    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
-):
-    requests = pair(ATTENTION, Shape(), Shape(), scatter_workers=1, path="staged")
-    requests.connect()
+def being_scattered(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> tuple[Request, threading.Event]:
+    """Returns a request of which something is being scattered, and what lets that go on."""
     kernels = decode_kernels(requests)
     begun, go_on = threading.Event(), threading.Event()
     real = kernels.scatter
@@ -273,6 +270,15 @@ def test_pages_are_not_reusable_while_a_part_is_scattered(
     requests.open_prefill(request)
     requests.submit(request)
     assert begun.wait(WAIT_S)
+    return request, go_on
+
+
+def test_pages_are_not_reusable_while_a_part_is_scattered(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    requests = pair(ATTENTION, Shape(), Shape(), scatter_workers=1, path="staged")
+    requests.connect()
+    request, go_on = being_scattered(requests, monkeypatch)
     request.receivers[0].abort("enough")
     eventually("the prefill side has drained", lambda: request.senders[0].pages_reusable)
     eventually("the room has failed", lambda: request.receivers[0].state is S.FAILED)
@@ -286,21 +292,8 @@ def test_pages_come_back_when_what_a_closing_rank_scatters_ends_late(
 ):
     requests = pair(ATTENTION, Shape(), Shape(), scatter_workers=1, path="staged", close_timeout_s=0.1)
     requests.connect()
-    kernels, endpoint = decode_kernels(requests), requests.decode.endpoints[0]
-    begun, go_on = threading.Event(), threading.Event()
-    real = kernels.scatter
-
-    def slowly(*arguments: Any) -> None:
-        begun.set()
-        assert go_on.wait(WAIT_S)
-        real(*arguments)
-
-    monkeypatch.setattr(kernels, "scatter", slowly)
-    request = requests.new(1)
-    requests.open_decode(request)
-    requests.open_prefill(request)
-    requests.submit(request)
-    assert begun.wait(WAIT_S)
+    endpoint = requests.decode.endpoints[0]
+    request, go_on = being_scattered(requests, monkeypatch)
     arrivals, waits = probe(endpoint).rooms.arrivals, threading.Event()
     real_stop = arrivals.stop
 

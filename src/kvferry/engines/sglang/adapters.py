@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvferry.engines.checkpoints import adapter_identity, model_directory
+from kvferry.engines.checkpoints import adapter_identity, adapter_use, model_directory
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
 
@@ -59,12 +58,11 @@ def identity(lora_id: str | None) -> str:
 def _content(tensors: Mapping[str, Any], configuration: Mapping[str, Any], more: object) -> str:
     import torch
 
-    use = {name: value for name, value in configuration.items() if name != "base_model_name_or_path"}  # a path, often
-    digest = hashlib.blake2b(json.dumps([use, more], sort_keys=True, default=str).encode(), digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return f"{digest.hexdigest()} ({len(tensors)} tensors)"
+    return f"{digest.hexdigest()} ({len(tensors)} tensors), {adapter_use({**configuration, 'more': more})}"
 
 
 def _read(ref: Any) -> str | None:

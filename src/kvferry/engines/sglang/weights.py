@@ -221,12 +221,17 @@ def _renew_where_new(manager: Any, change: Callable[[], None]) -> None:
     said = manager.weights.said
     change()
     if manager.weights.said != said and not manager.weights.is_changing:
-        _renew(manager, lambda: None)
+        _tell(manager)
 
 
 def _renew(manager: Any, change: Callable[[], None]) -> None:
-    """Changes what is known of the weights, and says so to peers. SGLang has them by now: it goes on in any case."""
+    """Changes what is known of the weights, and says so to peers."""
     change()
+    _tell(manager)
+
+
+def _tell(manager: Any) -> None:
+    """Says to peers what the weights are. SGLang has them by now: it goes on in any case."""
     try:
         manager.renew_weights()
     except KVFerryError as error:

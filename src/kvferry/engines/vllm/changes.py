@@ -326,8 +326,8 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
 def _changes_of(connector: Any) -> Changes | None:
     """Returns ours, of a connector or of one of several that stand beside each other."""
     several: Sequence[Any] = getattr(connector, "_connectors", ())
-    each = (getattr(each, "changes", None) for each in (connector, *several))
-    found = next((each for each in each if isinstance(each, Changes)), None)
+    kept = (getattr(each, "changes", None) for each in (connector, *several))
+    found = next((each for each in kept if isinstance(each, Changes)), None)
     if found is not None:
         found.stands_beside(several)
     return found
