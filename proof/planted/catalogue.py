@@ -1003,6 +1003,20 @@ CATALOGUE = (
         "tests/unit/endpoint/test_links.py",
     ),
     PlantedFault(
+        "A decode rank that is given up while it attaches relies on what is prepared for it all the same",
+        "protocol/links/link.py",
+        "not message.attached and message.epoch == self.attempt",
+        "not message.attached and message.epoch > self.attempt",
+        "tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
+        "A copy of an attempt to attach that was given up attaches to a channel that has ended",
+        "protocol/links/reliable_channel.py",
+        "channel.is_closed and channel.epoch >= attempt",
+        "channel.is_closed and channel.epoch > attempt",
+        "tests/unit/endpoint/test_links.py",
+    ),
+    PlantedFault(
         "A rank that is silent while it prepares is given up, and the rooms with it",
         "endpoint/decode/heartbeats.py",
         "        if link.state is LinkState.READY:\n            raise",

@@ -758,6 +758,35 @@ def test_a_rank_that_is_restarted_while_it_prepares_is_met_again(engines: Callab
             goes_on.set()
 
 
+def test_a_room_goes_on_whose_prefill_rank_is_renewed_while_it_prepares_for_it(engines: Callable[..., Engines]):
+    both = engines(heartbeat_interval_s=3_600.0, peer_timeout_s=7_200.0)
+    prefill, decode = both.prefill(Model()), both.decode(Model())
+    prepares, goes_on = hold_as_it_prepares(prefill)
+    receiver = decode.endpoints[0].open(1, np.arange(3), engine=prefill.name)
+    assert prepares.wait(WAIT_S)
+    prefill.endpoints[0].renew(prefill.endpoints[0].fingerprint, "its weights were replaced")
+    goes_on.set()
+    prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
+    receiver.wait(WAIT_S)
+
+
+def test_a_rank_that_is_given_up_while_it_attaches_need_not_hear_of_it_to_begin_anew(engines: Callable[..., Engines]):
+    with ControlProxy() as proxy:
+        both = engines(**QUICK, advertise_port=proxy.port)
+        prefill, decode = both.prefill(Model()), both.decode(Model())
+        prepares, goes_on = hold_as_it_prepares(prefill)
+        proxy.target = probe(prefill.endpoints[0]).port
+        receiver = decode.endpoints[0].open(1, np.arange(3), engine=prefill.name)
+        assert prepares.wait(WAIT_S)
+        proxy.cut()
+        prefill.endpoints[0].renew(prefill.endpoints[0].fingerprint, "its weights were replaced")
+        eventually("it is given up", lambda: all(each.state == "detaching" for each in prefill.endpoints[0].status().peers))
+        proxy.heal()
+        goes_on.set()
+        prefill.endpoints[0].open(1).submit(np.arange(3), last=True)
+        receiver.wait(WAIT_S)
+
+
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_start_that_is_newer_than_its_link_is_looked_up_and_serves(engines: Callable[..., Engines], is_ready: bool):
     """The one that the decode rank knows does not answer any more, and nobody has given it up."""

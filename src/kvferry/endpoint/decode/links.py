@@ -339,6 +339,8 @@ class Links:
                 raise PeerError(f"at {address} somebody answers under the name of another prefill rank")
             case messages.Welcome() if link is not None and link.is_restarted(address, message):
                 self.start_over(link, now)
+            case messages.Pong() if link is not None and link.is_given_up_there(message):
+                self.start_over(link, now)
             case _ if link is not None:
                 was_ready = link.state is LinkState.READY
                 self.send_all(link.received(address, message))

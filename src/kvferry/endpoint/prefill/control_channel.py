@@ -178,13 +178,16 @@ class Answers:
                 if attachment is not None:
                     attachment.paths.credited(message.epoch, message.position)
 
-    def _not_attached(self, identity: str) -> messages.Pong:
+    def _not_attached(self, identity: str, attempt: int = 0) -> messages.Pong:
         given_up = self._ranks.given_up(identity)
         reason = "" if given_up is None else f"it was given up: {given_up.error}"
-        return messages.Pong(endpoint=self._context.identity.endpoint, attached=False, reason=reason)
+        return messages.Pong(endpoint=self._context.identity.endpoint, attached=False, reason=reason, epoch=attempt)
 
     def _attach(self, identity: str, message: messages.Attach, now: float) -> None:
         problem = self._why_not_attached(identity, message)
+        if problem is None and self._ranks.channels.is_over(identity, message.attempt):
+            self._context.send(identity, self._not_attached(identity, message.attempt))
+            return
         if problem is None:
             self.connecting_until = now + _CONNECTING_S
             if self._ranks.attach(message, now):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
-from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
+from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RankReplacedError
 from kvferry.loggers import logger_of
@@ -32,12 +32,14 @@ class Dismissals:
 
     def give_up(self, receiver: str, error: KVFerryError) -> None:
         """Loses a decode rank that may live, and tells it: rooms that it opens before it connects anew are lost."""
-        self._tell(receiver, f"it was given up: {error}")
+        if (peer := self._ranks.peer(receiver)) is not None:
+            self._tell(peer, f"it was given up: {error}")
         self._lose(receiver, error)
 
-    def _tell(self, receiver: str, reason: str) -> None:
-        not_attached = messages.Pong(endpoint=self._context.identity.endpoint, attached=False, reason=reason)
-        self._context.send(receiver, not_attached)
+    def _tell(self, peer: DecodePeer, reason: str) -> None:
+        endpoint = self._context.identity.endpoint
+        not_attached = messages.Pong(endpoint=endpoint, attached=False, reason=reason, epoch=peer.attempt)
+        self._context.send(peer.name, not_attached)
 
     def _lose(self, receiver: str, error: KVFerryError) -> None:
         log.error("lost decode rank %s: %s", receiver, error)
@@ -48,7 +50,7 @@ class Dismissals:
         """Ends all rooms and loses all decode ranks, which hear why, and may connect anew."""
         peers = self._ranks.peers()
         for peer in peers:  # first, so that they hear the reason before anything else of their rooms
-            self._tell(peer.name, reason)
+            self._tell(peer, reason)
         self._rooms.end_all(reason)
         for peer in peers:
             self._lose(peer.name, PeerDisconnectedError(reason))

@@ -190,6 +190,10 @@ class Link:
         """Whether the rank at an address has restarted meanwhile, and will not answer its predecessor's messages."""
         return self.state is LinkState.ATTACHING and self._at[address].endpoint != message.endpoint
 
+    def is_given_up_there(self, message: messages.Pong) -> bool:
+        """Whether a rank has given this attempt to attach up, which it may have prepared for all the same."""
+        return self.state is LinkState.ATTACHING and not message.attached and message.epoch == self.attempt
+
     def received(self, address: str, message: messages.ToDecode) -> list[Send]:
         """Handles a message about the link itself, from the rank at an address. It may become ready by it.
 

@@ -204,6 +204,11 @@ class DecodeChannels:
         """Whether there is a channel to a decode rank."""
         return not self.channel_to(receiver).is_closed
 
+    def is_over(self, receiver: str, attempt: int) -> bool:
+        """Whether what a decode rank began with an attempt to attach has ended: a copy of it attaches nobody."""
+        channel = self.channel_to(receiver)
+        return channel.is_closed and channel.epoch >= attempt
+
     def is_unacknowledged(self, receiver: str) -> bool:
         """Whether a message to a decode rank may not have come."""
         return self.channel_to(receiver).has_unacknowledged

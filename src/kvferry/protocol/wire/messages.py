@@ -302,7 +302,7 @@ class Pong(Message, frozen=True):
     Attributes:
         attached: whether the decode rank is attached. If not it must connect anew, or its next rooms are lost too.
         reason: why it is not, where it was before.
-        epoch: as in `Ping`; likewise `sent` and `received`.
+        epoch: as in `Ping`, or of the attempt to attach that is given up; `sent` and `received` as in `Ping`.
         heard_of: the `sent` of the `Ping` that this answers; what has not come of that is lost.
     """
 
