@@ -45,7 +45,8 @@ class Transfer:
         self.state = TransferState.BOOTSTRAPPING
         self.error = None
         self._ended: Future[None] = Future()
-        self._reusable = threading.Event()
+        self._is_reusable = False
+        self._settled = threading.Event()  # once the pages may be reused, or will never be
         self._change_callbacks: list[Callable[[], None]] = []  # only ever longer, from any thread
 
     @property
@@ -54,7 +55,7 @@ class Transfer:
 
         False while the transfer runs, and after a failure for as long as a write may still be on its way.
         """
-        return self._reusable.is_set()
+        return self._is_reusable
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits for the end of the transfer. Like `completed` it is for scripts.
@@ -79,10 +80,15 @@ class Transfer:
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def wait_pages_reusable(self, timeout_s: float | None = None) -> bool:
-        """Waits until the pages may be reused; False if they may not after timeout_s. UsageError as for `wait`."""
-        if not self._reusable.is_set():
+        """Waits until the pages may be reused. UsageError as for `wait`.
+
+        Returns:
+            False if they may not after timeout_s, or never will: the endpoint has closed while a write might arrive.
+        """
+        if not self._settled.is_set():
             check_may_wait(f"wait_pages_reusable() for room {self.room}")
-        return self._reusable.wait(timeout_s)
+            self._settled.wait(timeout_s)
+        return self._is_reusable
 
     def abort(self, reason: str = "no reason given") -> None:
         """Aborts the transfer on both sides. Returns at once; a transfer that has ended stays as it is.
@@ -127,7 +133,8 @@ class Transfer:
             self.error = error
             self.state = state
         if is_released:
-            self._reusable.set()
+            self._is_reusable = True
+            self._settled.set()
         if has_changed or is_released:
             self._changed()
         if has_changed and state.is_final:
@@ -135,6 +142,10 @@ class Transfer:
                 self._ended.set_result(None) if error is None else self._ended.set_exception(error)
             except BaseException:  # a log handler that raises where whoever awaits `completed` cannot be told
                 log.exception("room %d: somebody who waits for its end could not be told", self.room)
+
+    def _keep_pages(self) -> None:
+        """Nobody will hear any more that the pages may be reused. For the one thread that runs the machine."""
+        self._settled.set()
 
 
 class Sender(Transfer):

@@ -401,6 +401,10 @@ def test_a_decode_rank_that_closes_says_which_pages_it_never_gives_back(
     said = f"6 pages are never given back: {case.transport.endpoint_name} may still write to them"
     assert (said in caplog.text) == hangs
     assert case.request.receivers[0].pages_reusable != hangs
+    waiting = threading.Thread(target=case.request.receivers[0].wait_pages_reusable, daemon=True)
+    waiting.start()
+    waiting.join(WAIT_S)
+    assert not waiting.is_alive(), "whoever waits without a limit waits for ever"
     case.transport.held = False
 
 

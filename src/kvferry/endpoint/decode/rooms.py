@@ -192,7 +192,10 @@ class ReceivingRooms:
         return self.links.quarantine.statuses(self._quarantined_pages(), now)
 
     def say_what_is_kept(self) -> None:
-        """Logs which pages are never given back, as where the endpoint has closed: no peer is heard any more."""
+        """Says which pages are never given back, as where the endpoint has closed: no peer is heard any more."""
+        for room in list(self.open.values()):
+            if room.is_quarantined and room.machine.undrained:
+                room.receiver._keep_pages()
         for endpoint, pages in self._quarantined_pages().items():
             log.warning(
                 "%d pages are never given back: %s may still write to them. Do not free their memory before its "
