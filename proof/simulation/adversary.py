@@ -190,7 +190,7 @@ class Adversary:
             self.freeze_until(process, self._world.now + self._world.fate.choice([0.05, 0.5, 2.0, 4.0, 1e9]))
 
     def freeze_until(self, process: Process, thaws_at: float) -> None:
-        process.thaws_at = thaws_at
+        process.thaws_at = process.awake_since = thaws_at
         for transfer, until in self._left_until.items():
             if transfer.target is process.transport:  # what it reads of its sockets between two freezes it has read
                 self._left_s[transfer] = max(0.0, until - self._world.now - _FREEZE_COUNTS_S)

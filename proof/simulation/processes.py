@@ -26,6 +26,7 @@ class Process:
         life: how often the rank was started before.
         pid: its number on its machine; no two processes ever have the same.
         thaws_at: until when it is frozen; None if it is not.
+        awake_since: when its last freeze ends, or ended.
         died_at: when it was killed; None if it was not.
         is_closed_in_order: whether it was closed in order.
         has_acted: whether anything of it ran since its callers last looked.
@@ -44,6 +45,7 @@ class Process:
     endpoint: PrefillEndpoint | DecodeEndpoint
     address: str
     thaws_at: float | None = None
+    awake_since: float = 0.0
     died_at: float | None = None
     is_closed_in_order: bool = False
     has_acted: bool = True
