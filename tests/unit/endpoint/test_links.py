@@ -780,7 +780,9 @@ def test_a_rank_that_is_given_up_while_it_attaches_need_not_hear_of_it_to_begin_
         assert prepares.wait(WAIT_S)
         proxy.cut()
         prefill.endpoints[0].renew(prefill.endpoints[0].fingerprint, "its weights were replaced")
-        eventually("it is given up", lambda: all(each.state == "detaching" for each in prefill.endpoints[0].status().peers))
+        eventually(
+            "it is given up", lambda: all(each.state == "detaching" for each in prefill.endpoints[0].status().peers)
+        )
         proxy.heal()
         goes_on.set()
         prefill.endpoints[0].open(1).submit(np.arange(3), last=True)

@@ -563,7 +563,7 @@ def test_the_last_position_that_a_request_may_have_travels():
 
 def test_text_that_is_not_utf_8_is_a_malformed_message():
     data = encode(Detach(endpoint="abc")).replace(b"abc", b"\xff\xfe\xfd")
-    with pytest.raises(MessageError, match="(?i)utf-8"):
+    with pytest.raises(MessageError, match=r"(?i)utf-8"):
         decode_to_prefill(data)
 
 

@@ -176,7 +176,7 @@ def test_truncated_metadata_is_refused(cut: int):
 
 def test_metadata_with_a_name_that_is_no_text_is_refused():
     data = METADATA.encode().replace(b"decode-0", b"decode-\xff")
-    with pytest.raises(MessageError, match="(?i)utf-8"):
+    with pytest.raises(MessageError, match=r"(?i)utf-8"):
         PeerMetadata.decode(data)
 
 
