@@ -105,9 +105,15 @@ class Deployment:
                 return each.pid
         raise AssertionError(f"{name} does not run")
 
-    def refuse_another_prompt(self, dialect: Dialect, bootstrap_port: int = 0) -> None:
-        """The negative control, of the first prefill and the first decode server, which nobody else asks meanwhile."""
-        prefill, decode = (self.server(name)["url"] for name in ("prefill-0", "decode-0"))
+    def refuse_another_prompt(
+        self, dialect: Dialect, bootstrap_port: int = 0, urls: tuple[str, str] | None = None
+    ) -> None:
+        """The negative control, of the first prefill and the first decode server, which nobody else asks meanwhile.
+
+        Args:
+            urls: theirs, if the front is not ours, which would say.
+        """
+        prefill, decode = urls or (self.server(name)["url"] for name in ("prefill-0", "decode-0"))
 
         def ask(url: str, body: dict[str, Any]) -> tuple[bool, str]:
             answer = self.post(url, **body)

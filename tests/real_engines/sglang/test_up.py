@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from examples.tiny_model import write
 from tests.real_engines.deployment import READY_S, Deployment, deployed
@@ -226,12 +227,22 @@ def test_who_is_killed_costs_a_retry_at_most_and_comes_back(model: Path, tmp_pat
     with started(model, tmp_path, "--front", "kvferry", "--prefill", "2") as two:
         expected = two.ask(PROMPT).json()["choices"][0]["text"]
         two.kill_and_compare("prefill-0", PROMPT, expected)
+        two.refuse_another_prompt(SglangDialect(), bootstrap_port_of(two.server("prefill-0")["url"]))
+
+
+def urls_that_a_router_has(deployment: Deployment) -> tuple[str, str]:
+    """Of the prefill and of the decode server."""
+    children = psutil.Process(deployment.process.pid).children(recursive=True)
+    line = next(found for each in children if "sglang_router.launch_router" in (found := each.cmdline()))
+    return line[line.index("--prefill") + 1], line[line.index("--decode") + 1]
 
 
 @pytest.mark.long
 def test_sglangs_router_stands_in_front_where_it_is_installed(model: Path, expected: list[str], tmp_path: Path):
     with started(model, tmp_path) as routed:
         assert "  router serves\n" in routed.said
+        urls = urls_that_a_router_has(routed)
+        routed.refuse_another_prompt(SglangDialect(), bootstrap_port_of(urls[0]), urls)
         assert [texts(answered(routed, prompt)) for prompt in GIVEN] == [[each] for each in expected]
         refused = routed.post(prompt=PROMPT, max_tokens=TOKENS, n=2)
         assert refused.status_code == 500

@@ -7,7 +7,15 @@ the device: it is made as without, and computes a batch as soon as that is queue
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from tests.real_engines import plugins
+
+
+def install(directory: Path) -> Path:
+    """Makes it a plug-in of servers, findable in a directory, which goes on their module path; returns it."""
+    return plugins.install(directory, "asynchronous", __name__, "vllm.general_plugins")
 
 
 def schedule_asynchronously() -> None:
@@ -30,3 +38,8 @@ def schedule_asynchronously() -> None:
 
     CpuPlatform.check_and_update_config = staticmethod(check_and_update_config)
     CPUModelRunner.__init__ = made_without
+
+
+def register() -> None:
+    """Called by vLLM, in every process of a server."""
+    schedule_asynchronously()
