@@ -124,7 +124,7 @@ def request_conditions(
     Args:
         tokens: those of the prompt.
         count: how many of them are exchanged, from the first on; all if None, or if there are not so many.
-        embedding: the bytes of what is given instead of tokens.
+        embedding: what is given instead of tokens, its bytes or a digest of them.
         lora: identifies the adapter: `checkpoints.adapter_identity`, or its name.
         multimodal: what else the prompt has, in order.
         salt: keeps the caches of different users apart.

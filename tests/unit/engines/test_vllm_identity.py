@@ -333,7 +333,7 @@ def test_weights_that_were_replaced_count_and_those_of_the_start_are_not_said():
 def test_embeddings_instead_of_tokens_count_as_far_as_they_are_exchanged():
     def given(*values: float) -> dict[str, bytes]:
         embeddings = torch.tensor([[value] for value in values], dtype=torch.bfloat16)
-        return Conditions().of(SimpleNamespace(prompt_token_ids=None, prompt_embeds=embeddings), 2)
+        return Conditions().of(SimpleNamespace(request_id="r", prompt_token_ids=None, prompt_embeds=embeddings), 2)
 
     assert given(1, 2, 3) == given(1, 2, 4)
     assert "another prompt embedding" in why_different(given(1, 2, 3), given(1, 5, 3))

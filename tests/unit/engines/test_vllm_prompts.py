@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.support.waiting import eventually
 
 from kvferry.engines.fingerprint import PROMPT, prompt_digest, request_conditions
 from kvferry.engines.vllm import prompts
 from kvferry.engines.vllm.identity import Conditions
-from kvferry.engines.vllm.prompts import LONGEST_AT_ONCE, PromptDigests
+from kvferry.engines.vllm.prompts import LONGEST_AT_ONCE, PromptDigest, PromptDigests
 
 LONG = [number * 7919 % 150_000 for number in range(5 * LONGEST_AT_ONCE)]
 
 
-def request(name: str, tokens: list[int] | None) -> Any:
-    return SimpleNamespace(request_id=name, prompt_token_ids=tokens)
+def request(name: str, tokens: list[int] | None, embeddings: Any = None) -> Any:
+    return SimpleNamespace(request_id=name, prompt_token_ids=tokens, prompt_embeds=embeddings)
 
 
 @pytest.mark.parametrize("count", [0, 1, 1 << 14, (1 << 14) + 1, len(LONG) - 1, len(LONG), 10 * len(LONG), None])
@@ -62,7 +63,7 @@ def test_however_many_requests_wait_each_is_known_soon_and_stays_so():
         return sum(digests.is_known(each, len(LONG)) for each in waiting)
 
     eventually("all are known", lambda: known() == len(waiting))
-    assert digests.of(waiting[-1], len(LONG)) == prompt_digest(waiting[-1].prompt_token_ids)
+    assert digests.of(waiting[-1], len(LONG)).tokens == prompt_digest(waiting[-1].prompt_token_ids)
 
 
 def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before():
@@ -78,10 +79,22 @@ def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before():
 def test_another_number_of_tokens_is_another_digest():
     digests, prompt = PromptDigests(), request("r", LONG)
     digests.is_known(prompt, len(LONG))
-    assert digests.of(prompt, len(LONG) - 1) == prompt_digest(LONG[:-1])
+    assert digests.of(prompt, len(LONG) - 1).tokens == prompt_digest(LONG[:-1])
 
 
-def test_a_prompt_that_is_given_as_an_embedding_has_no_tokens():
-    digests = PromptDigests()
-    assert digests.is_known(request("r", None), len(LONG))
-    assert digests.of(request("r", None), len(LONG)) == prompt_digest(())
+def test_a_prompt_that_is_given_as_an_embedding_is_digested_aside_and_has_no_tokens(monkeypatch: pytest.MonkeyPatch):
+    """64 MiB of embeddings, 8,192 tokens of a small model, take a quarter of a second."""
+    may_go_on = threading.Event()
+
+    def slow(tokens: Any, count: int) -> bytes:
+        assert may_go_on.wait(30)
+        return prompt_digest(tokens, count)
+
+    monkeypatch.setattr(prompts, "prompt_digest", slow)
+    digests, rows = PromptDigests(), torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
+    assert not digests.is_known(request("r", None, rows), 3)
+    may_go_on.set()
+    eventually("it is known", lambda: digests.is_known(request("r", None, rows), 3))
+    embedding = hashlib.blake2b(rows[:3].view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
+    assert digests.of(request("r", None, rows), 3) == PromptDigest(prompt_digest(()), embedding)
+    assert digests.of(request("without", None), 3) == PromptDigest(prompt_digest(()), b"")

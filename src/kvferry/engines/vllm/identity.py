@@ -202,12 +202,12 @@ class Conditions:
         self._prompts = PromptDigests()
 
     def are_known(self, request: Any, tokens: int) -> bool:
-        """Whether `of` returns at once. What is not known is found out from now on, aside: adapters, long prompts."""
+        """Whether `of` returns at once. What is not known is found out from now on, aside: adapters, large prompts."""
         is_read = self.adapters.is_known(request)
         return self._prompts.is_known(request, tokens) and is_read
 
     def of(self, request: Any, tokens: int) -> dict[str, bytes]:
-        """Returns what the cache of a request depends on, once: a long prompt is found out anew after that.
+        """Returns what the cache of a request depends on, once: a large prompt is found out anew after that.
 
         Waits for what is not known.
 
@@ -216,10 +216,10 @@ class Conditions:
             tokens: how many of its prompt are exchanged, from the first on.
         """
         features = getattr(request, "mm_features", None) or ()
+        prompt = self._prompts.of(request, tokens)
         return request_conditions(
-            request.prompt_token_ids or (),
-            count=tokens,
-            embedding=_bytes_of(getattr(request, "prompt_embeds", None), tokens),
+            (),
+            embedding=prompt.embedding,
             lora=self.adapters.identity(request),
             multimodal=[
                 MultimodalInput(
@@ -230,7 +230,7 @@ class Conditions:
                 for each in features
             ],
             salt=getattr(request, "cache_salt", None) or "",
-            prompt=self._prompts.of(request, tokens),
+            prompt=prompt.tokens,
             weights=self.weights.text,
         )
 
@@ -277,12 +277,3 @@ def _chosen(config: Mapping[str, Any], *parts: str) -> dict[str, Any]:
         for name, value in config.items()
         if value is not None and any(part in name for part in parts) and not name.startswith("_")
     }
-
-
-def _bytes_of(tensor: Any, tokens: int) -> bytes:
-    if tensor is None:
-        return b""
-    import torch
-
-    data: bytes = tensor[:tokens].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return data
