@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.real_engines.sglang.engine import ENVIRONMENT, OPTIONS, ROOT, STUBS, 
 from tests.support.waiting import eventually
 
 from kvferry.applications.up.dialects import SglangDialect
+from kvferry.applications.up.plan import LOOPBACK
 from kvferry.applications.up.servers import Server
 from kvferry.applications.up.supervision import free_ports
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -230,18 +232,22 @@ def test_who_is_killed_costs_a_retry_at_most_and_comes_back(model: Path, tmp_pat
         two.refuse_another_prompt(SglangDialect(), bootstrap_port_of(two.server("prefill-0")["url"]))
 
 
-def urls_that_a_router_has(deployment: Deployment) -> tuple[str, str]:
-    """Of the prefill and of the decode server."""
-    children = psutil.Process(deployment.process.pid).children(recursive=True)
-    line = next(found for each in children if "sglang_router.launch_router" in (found := each.cmdline()))
-    return line[line.index("--prefill") + 1], line[line.index("--decode") + 1]
+def urls_behind_a_router(deployment: Deployment) -> tuple[str, str]:
+    """Of the prefill and of the decode server: the router itself hides its command line."""
+    lines = [each.cmdline() for each in psutil.Process(deployment.process.pid).children(recursive=True)]
+
+    def url(side: str) -> str:
+        line = next(each for each in lines if ("--disaggregation-mode", side) in pairwise(each))
+        return f"http://{LOOPBACK}:{line[line.index('--port') + 1]}"
+
+    return url("prefill"), url("decode")
 
 
 @pytest.mark.long
 def test_sglangs_router_stands_in_front_where_it_is_installed(model: Path, expected: list[str], tmp_path: Path):
     with started(model, tmp_path) as routed:
         assert "  router serves\n" in routed.said
-        urls = urls_that_a_router_has(routed)
+        urls = urls_behind_a_router(routed)
         routed.refuse_another_prompt(SglangDialect(), bootstrap_port_of(urls[0]), urls)
         assert [texts(answered(routed, prompt)) for prompt in GIVEN] == [[each] for each in expected]
         refused = routed.post(prompt=PROMPT, max_tokens=TOKENS, n=2)
