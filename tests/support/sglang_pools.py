@@ -39,7 +39,11 @@ WINDOW_TOKENS = 8
 
 
 def remembered(
-    args: Any, *pools: Any, window_tokens: int | None = WINDOW_TOKENS, draft_runners: Sequence[Any] = ()
+    args: Any,
+    *pools: Any,
+    window_tokens: int | None = WINDOW_TOKENS,
+    draft_runners: Sequence[Any] = (),
+    scheduler: Any = None,
 ) -> None:
     """Remembers a rank's pools, as while SGLang makes its manager.
 
@@ -47,10 +51,12 @@ def remembered(
         pools: as for `remember_pools`.
         window_tokens: the scheduler's window.
         draft_runners: what runs its draft model.
+        scheduler: the rank's, where it had a manager before; a new one if None.
     """
     worker = SimpleNamespace(_draft_model_runners=lambda: tuple(draft_runners)) if draft_runners else None
-    queue = SimpleNamespace(scheduler=SimpleNamespace(sliding_window_size=window_tokens, draft_worker=worker))
-    around_managers(lambda _: remember_pools(args, *pools), queue)
+    scheduler = scheduler or SimpleNamespace()
+    scheduler.sliding_window_size, scheduler.draft_worker = window_tokens, worker
+    around_managers(lambda _: remember_pools(args, *pools), SimpleNamespace(scheduler=scheduler))
 
 
 def heads_pool(

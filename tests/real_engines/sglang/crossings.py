@@ -16,6 +16,7 @@ from tests.support.waiting import eventually
 
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.pools import around_managers
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
 
@@ -46,10 +47,14 @@ class Members:
     def start(self, mode: Any, rank: Rank, *, pp: int = 1, stage: int = 0) -> None:
         """Starts one rank."""
         where = {"tp": rank.tp, "tp_rank": rank.tp_rank, "pp": pp, "pp_rank": stage, **rank.options, "host": self.host}
-        with place(self._patch, self.port, rank.model, **where):
+
+        def make(_: Any) -> KVFerryManager:
             args = rank.arguments
             args.pp_rank = stage
-            manager = KVFerryManager(args, mode, SERVER_ARGS, rank.model.heads is None)
+            return KVFerryManager(args, mode, SERVER_ARGS, rank.model.heads is None)
+
+        with place(self._patch, self.port, rank.model, **where):
+            manager = around_managers(make, SimpleNamespace(scheduler=rank.scheduler))
         self._begun.append(manager)
         side = self.prefill if mode is PREFILL else self.decode
         side.ranks.append(rank)

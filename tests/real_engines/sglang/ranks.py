@@ -124,6 +124,7 @@ class Rank:
         self.state = [np.zeros((SLOTS, channels, 6), np.uint8) for _ in self.states]
         convolved = len(self._convolved)
         self.convolution = [np.zeros((SLOTS, convolved, 3), np.uint8) for _ in self.states]
+        self.scheduler = SimpleNamespace(sliding_window_size=None)
         self.rooms = np.zeros((METADATA_ROWS, 8), np.uint64)
         self.tokens = np.zeros((METADATA_ROWS, 16), np.int32)
 
@@ -162,7 +163,8 @@ class Rank:
             groups = None if self.model.groups else [channels for channels, _ in self.model.blocks]
             args.state_conv_shard_groups[-1] = [groups] * layers + [None] * layers
         requests = SimpleNamespace(mamba_pool=self._mamba_pool)
-        remembered(args, self._pools, None, None, requests, window_tokens=self.model.window_tokens)
+        window = self.model.window_tokens
+        remembered(args, self._pools, None, None, requests, window_tokens=window, scheduler=self.scheduler)
         return args
 
     @property

@@ -294,6 +294,27 @@ def test_two_servers_take_each_others_role_and_go_back(switching: Switching):
     assert len(threads[-1]) <= len(threads[1]), f"something of an earlier role is left: {threads}"
 
 
+def test_weights_that_were_replaced_are_no_others_in_another_role(switching: Switching):
+    """Before, the server said of them in its next role that they were those of the files that it had started with."""
+    members = switching.begin(prefill=0)
+    (updated,) = members.prefill.managers
+    updated.weights.came("7")
+    updated.renew_weights()
+    switching.end(members)
+    members = switching.begin(prefill=1)
+    request = Request(members, 1)
+    assert_fails(request.received, request.receivers, "weights is .*'weight_version 7' on this decode rank")
+    assert_fails(request.sent, request.senders, "weights is .*'weight_version 7'")
+    request.clear()
+    for manager in (*members.prefill.managers, *members.decode.managers):
+        manager.weights.came("8")
+        manager.renew_weights()
+    Request(members, 2).run()
+    switching.end(members)
+    members = switching.begin(prefill=0)
+    Request(members, 3).run()
+
+
 def test_a_server_in_another_role_is_not_asked_for_caches(switching: Switching):
     members = switching.begin(prefill=0)
     Request(members, 1).run()

@@ -109,7 +109,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         )
         self.caches = rank_caches(args, server_args, self.place)
         self.supports_host_destination = self.caches.has_host_pool
-        self.weights = Weights(self.caches.fingerprint["weights"])
+        self.weights = args.kvferry_pools.weights or Weights(self.caches.fingerprint["weights"])
+        self._name_weights()
         self.device_events = DeviceEvents(partial(bind_thread, self.caches.layout.device))
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
@@ -162,10 +163,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         Raises:
             KVFerryError: as `Endpoint.renew`.
         """
-        self.caches = replace(self.caches, fingerprint={**self.caches.fingerprint, "weights": self.weights.said})
+        self._name_weights()
         for endpoint in () if self.is_released else self._endpoints:
             side = "prefill" if endpoint is self._prefill else "decode"
             endpoint.renew(self.caches.fingerprint, f"the {side} server's weights were replaced while it ran")
+
+    def _name_weights(self) -> None:
+        self.caches = replace(self.caches, fingerprint={**self.caches.fingerprint, "weights": self.weights.said})
 
     def teardown(self) -> None:
         """Ends what the manager has, before SGLang makes one for the server's other role.

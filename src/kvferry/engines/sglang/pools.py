@@ -40,6 +40,7 @@ from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.engines.sglang.recurrent import mamba_pool, state_buffers
 from kvferry.engines.sglang.stages import stages_of
 from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
+from kvferry.engines.sglang.weights import Weights
 from kvferry.errors import LayoutError, UsageError
 from kvferry.loggers import logger_of
 
@@ -84,6 +85,7 @@ class EnginePools:
         requests: which slots requests have; recurrent state is in it, too.
         window_tokens: how many tokens at a request's end the scheduler takes for its window; None if there is none.
         draft_runner: what runs the draft model; None if nothing does.
+        weights: what is known of the rank's weights since it had another role; None in its first one.
     """
 
     target: Any
@@ -91,27 +93,34 @@ class EnginePools:
     requests: Any
     window_tokens: int | None
     draft_runner: Any = None
+    weights: Weights | None = None
 
 
 _window: ContextVar[int | None] = ContextVar("kvferry window", default=None)
 _draft_runner: ContextVar[Any] = ContextVar("kvferry draft runner", default=None)
+_weights: ContextVar[Weights | None] = ContextVar("kvferry weights", default=None)
 
 
 def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, **named: Any) -> Any:
     """The hook around what makes a rank's manager: `remember_pools` takes from its scheduler what is known there alone.
 
     That is the window, since a model's configuration and its code count windows differently, with or without the token
-    that attends; and what runs the draft model.
+    that attends; what runs the draft model; and, where the server takes another role, what its weights have become.
     """
-    token, draft = _window.set(queue.scheduler.sliding_window_size), _draft_runner.set(_runner_of(queue.scheduler))
+    scheduler = queue.scheduler
+    token, draft = _window.set(scheduler.sliding_window_size), _draft_runner.set(_runner_of(scheduler))
+    weights = _weights.set(getattr(scheduler, "kvferry_weights", None))
     try:
         manager = original(queue, *arguments, **named)
+        if hasattr(manager, "renew_weights"):  # one of ours
+            scheduler.kvferry_weights = manager.weights
         if getattr(manager, "servers", None) is not None:  # one of ours, that receives
             take_over(queue)
         return manager
     finally:
         _window.reset(token)
         _draft_runner.reset(draft)
+        _weights.reset(weights)
 
 
 def _runner_of(scheduler: Any) -> Any:
@@ -129,7 +138,12 @@ def remember_pools(
 ) -> None:
     """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
     kv_args.kvferry_pools = EnginePools(
-        token_to_kv_pool, draft_token_to_kv_pool, req_to_token_pool, _window.get(), _draft_runner.get()
+        token_to_kv_pool,
+        draft_token_to_kv_pool,
+        req_to_token_pool,
+        _window.get(),
+        _draft_runner.get(),
+        _weights.get(),
     )
 
 
