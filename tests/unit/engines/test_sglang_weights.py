@@ -88,8 +88,16 @@ class Server:
 
 
 @pytest.fixture(autouse=True)
-def files(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "weights_of", lambda path, *_: f"the digest of {path}")
+def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Options of the server about its model, as SGLang has them."""
+    monkeypatch.setattr(
+        module,
+        "weights_of",
+        lambda path, revision, *_: f"the digest of {path}" + (f" at {revision}" if revision else ""),
+    )
+    given = SimpleNamespace(revision=None)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", SimpleNamespace(get_model=lambda: given))
+    return given
 
 
 def test_a_server_that_is_updated_from_files_says_what_one_says_that_starts_with_them():
@@ -100,6 +108,14 @@ def test_a_server_that_is_updated_from_files_says_what_one_says_that_starts_with
     assert server.said == "the digest of /new", "files say more than a name does"
     server.from_disk("/old")
     assert server.said == "the digest of /old"
+
+
+def test_a_name_of_the_hubs_is_read_at_the_revision_that_sglang_reads(given: SimpleNamespace):
+    """Which is the one that the server was started with, whatever it is updated to."""
+    given.revision = "v1"
+    server = Server()
+    server.from_disk("org/model")
+    assert server.said == "the digest of org/model at v1"
 
 
 Way = Callable[[Server], object]

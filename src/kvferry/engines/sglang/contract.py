@@ -392,6 +392,11 @@ _REQUEST: tuple[Line, ...] = (
             *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
         )
     ),
+    Mentions(
+        "sglang.srt.model_loader.loader:DefaultModelLoader.Source.init_new",
+        ("model_path", "revision"),
+        "files are read again at the revision that the server was started with",
+    ),
     Fields(
         _UPDATER,
         ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter"),

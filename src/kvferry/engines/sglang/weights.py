@@ -131,7 +131,9 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
             _renew(manager, lambda: weights.are_unknown("an update has failed"))
         return result
     if path is not None:
-        weights.came_from(weights_of(path, None, request.load_format, None))
+        from sglang.srt.runtime_context import get_model
+
+        weights.came_from(weights_of(path, get_model().revision, request.load_format, None))
     else:
         weights.came(request.weight_version)
     if path is not None or session is None:
