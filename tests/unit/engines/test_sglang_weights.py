@@ -176,6 +176,23 @@ def test_halfway_replaced_weights_are_nobody_elses():
     assert one.said == other.said
 
 
+def test_pieces_that_come_after_files_are_theirs_no_more():
+    """Before, files were an end of what was half-way, and what came after them was not seen."""
+    started, one, other, further = Server("the digest of /new"), Server(), Server(), Server()
+    for each in (one, other, further):
+        each.begin()
+        each.update(weight_version="6", selector="all")
+        each.from_disk("/new")
+        each.update(weight_version=None, selector="all")
+    assert one.said not in (started.said, other.said), "the rest is still to come"
+    further.update(weight_version="7", selector="all")
+    for each in (one, other, further):
+        each.end()
+    assert one.said == other.said
+    assert further.said == "weight_version 7"
+    assert len({started.said, one.said, further.said}) == 3
+
+
 @pytest.mark.parametrize("how", ["files", "pieces"])
 def test_weights_are_unknown_after_an_update_that_failed_until_the_next_one(how: str):
     one, other = Server(), Server()

@@ -56,8 +56,11 @@ class Weights:
         return short_text(f"{self._base}, replaced in place {self._changes} times" if self._changes else self._base)
 
     def came_from(self, files: str) -> None:
-        """They are those of files, by what identifies these."""
+        """They are those of files, by what identifies these, and of what a session that is open adds to them."""
         self._base, self._changes, self._are_of_files, self._unknown = files, 0, True, ""
+        if self._session is not None:
+            self._session.clear()
+            self.are_unknown(_HALF_WAY)
 
     def came(self, version: str | None) -> None:
         """They were replaced by others, which are in no file; the version is None where they have no name."""
