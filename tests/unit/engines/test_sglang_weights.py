@@ -268,6 +268,27 @@ def test_weights_that_keep_their_memory_or_a_copy_are_as_they_were(features: Sim
     assert (server.said, server.told) == (START, [])
 
 
+BROKEN: dict[str, Callable[[Server], None]] = {
+    "half of an update": lambda server: server.pieces("7", success=False, message="out of memory"),
+    "their memory": lambda server: after_release(None, server, SimpleNamespace(tags=["weights"])),
+}
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_name_does_not_mend_weights_that_are_lost(features: SimpleNamespace, how: str):
+    """Whoever names the weights of all servers after an update names those of the one where it failed, too."""
+    whole, broken = Server(), Server()
+    for server in (whole, broken):
+        server.pieces("6")
+    BROKEN[how](broken)
+    for server in (whole, broken):
+        server.name("8")
+    assert broken.said != whole.said == "weight_version 8"
+    for server in (whole, broken):
+        server.pieces("9")
+    assert broken.said == whole.said
+
+
 # ---- what was cached before -----------------------------------------------------------------------------------------
 
 

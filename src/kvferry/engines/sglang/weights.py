@@ -72,8 +72,8 @@ class Weights:
             self._base, self._changes, self._are_of_files, self._unknown = f"weight_version {version}", 0, False, ""
 
     def are_named(self, version: str) -> None:
-        """An operator names them. What is in files is known better by these."""
-        if self._session is None and not self._are_of_files:
+        """An operator names them. What is in files is known better by these, and what is unknown stays so."""
+        if self._session is None and not self._are_of_files and not self._unknown:
             self.came(version)
 
     def are_unknown(self, why: str) -> None:
