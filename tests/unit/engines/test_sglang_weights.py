@@ -34,6 +34,7 @@ class Server:
         self._session: object = None
         self.cached, self.is_idle = 0, True
         self.memory_saver_adapter = SimpleNamespace(enabled=True)
+        self.draft_worker: object = None
         self.scheduler = SimpleNamespace(
             disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self),
             tree_cache=SimpleNamespace(evictable_size=lambda: self.cached, protected_size=lambda: 0),
@@ -223,6 +224,14 @@ def test_an_update_that_was_refused_before_it_began_changes_nothing():
     server.from_disk("/nowhere", success=False, message="Failed to get weights iterator: no such directory.")
     server.update(success=False, message="must run between begin_weight_update() and ...", selector="all")
     assert (server.said, server.told) == (START, [])
+
+
+def test_an_update_that_a_draft_model_refuses_has_replaced_the_models_weights():
+    """SGLang updates the draft model after it, and answers what the last one says."""
+    server = Server()
+    server.draft_worker = object()
+    server.from_disk("/new", success=False, message="Failed to get weights iterator: no such revision.")
+    assert server.said.startswith("an update has failed")
 
 
 def test_another_backends_servers_are_left_alone():

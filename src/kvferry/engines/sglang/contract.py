@@ -399,7 +399,7 @@ _REQUEST: tuple[Line, ...] = (
     ),
     Fields(
         _UPDATER,
-        ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter"),
+        ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter", "draft_worker"),
         "our hooks find the manager, and whether an update is whole, by them",
     ),
     Signature(where(MEMORY_RELEASED), "self, recv_req", "our hook on it hears that weights are lost"),

@@ -126,9 +126,12 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
         weights.is_changing = False
     path = getattr(request, "model_path", None)
     if not result.success and not result.message.startswith(_NOT_FLUSHED):
-        # SGLang says so before it has touched anything: nothing to read, or no session.
-        is_untouched = result.message.startswith("Failed to get ") or (
-            path is None and _wants_session(request, session)
+        # SGLang says so before it has touched anything: no session, or nothing to read, unless a draft model says that,
+        # whose turn comes after the model's.
+        is_untouched = (
+            _wants_session(request, session)
+            if path is None
+            else result.message.startswith("Failed to get ") and updater.draft_worker is None
         )
         if not is_untouched:
             _renew(manager, lambda: weights.are_unknown("an update has failed"))
