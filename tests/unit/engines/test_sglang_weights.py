@@ -13,6 +13,7 @@ from kvferry.engines.sglang import weights as module
 from kvferry.engines.sglang.weights import (
     Weights,
     after_attaching,
+    after_checking,
     after_flush,
     after_naming,
     after_release,
@@ -275,6 +276,23 @@ def test_weights_that_keep_their_memory_or_a_copy_are_as_they_were(features: Sim
     server.memory_saver_adapter.enabled = features.enable_weights_cpu_backup = True
     after_release(None, server, SimpleNamespace(tags=["weights"]))
     assert (server.said, server.told) == (START, [])
+
+
+def test_weights_that_were_drawn_by_chance_are_nobodys_until_they_are_updated():
+    """As trainers' tests do, to see that an update brings all of them."""
+    one, other = Server(), Server()
+    for each in (one, other):
+        for action, selector in (("snapshot", "all"), ("reset_tensors", "draft"), ("compare", "all")):
+            after_checking(None, each, SimpleNamespace(action=action, selector=selector))
+        assert (each.said, each.told) == (START, [])
+        after_checking(None, each, SimpleNamespace(action="reset_tensors", selector="all"))
+    assert one.said != other.said
+    for each in (one, other):
+        each.begin()
+        after_checking(None, each, SimpleNamespace(action="reset_tensors", selector="all"))
+        each.update(weight_version="7", selector="all")
+        each.end()
+    assert one.said == other.said == "weight_version 7"
 
 
 BROKEN: dict[str, Callable[[Server], None]] = {

@@ -32,6 +32,7 @@ from kvferry.engines.sglang.names import (
     STORE_ATTACHED,
     TERMINATED,
     TRANSFER_QUEUE,
+    WEIGHTS_CHECKED,
     where,
 )
 
@@ -407,6 +408,12 @@ _REQUEST: tuple[Line, ...] = (
     Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
     Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
     Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
+    Signature(where(WEIGHTS_CHECKED), "self, recv_req", "our hook on it hears that weights are drawn by chance"),
+    Mentions(
+        "sglang.srt.utils.weight_checker:WeightChecker.handle",
+        ("action", "_reset_tensors"),
+        "it is known by the action",
+    ),
     Signature(where(STORE_ATTACHED), "self, recv_req", "our hook on it hears of what may be stored of those before"),
     Mentions(where(STORE_ATTACHED), ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done"),
     Signature(where(CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),

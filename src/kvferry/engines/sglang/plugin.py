@@ -44,6 +44,7 @@ from kvferry.engines.sglang.names import (
     UPDATE_BEGINS,
     UPDATE_ENDS,
     UPDATES,
+    WEIGHTS_CHECKED,
     WEIGHTS_NAMED,
 )
 from kvferry.engines.sglang.settings import PluginSettings
@@ -169,6 +170,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
     yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
     yield Hook(MEMORY_RELEASED, weights.after_release, "AFTER")
+    yield Hook(WEIGHTS_CHECKED, weights.after_checking, "AFTER")
     yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
     yield Hook(STORE_ATTACHED, weights.after_attaching, "AFTER")
     yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")

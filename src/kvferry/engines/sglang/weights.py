@@ -182,6 +182,14 @@ def after_release(_: Any, updater: Any, request: Any) -> None:
         _renew(manager, lambda: manager.weights.are_unknown(why))
 
 
+def after_checking(_: Any, updater: Any, request: Any) -> None:
+    """After SGLang's `/weights_checker`, which may draw weights by chance."""
+    manager = _manager_of(updater.scheduler)
+    is_reset = request.action == "reset_tensors" and request.selector != "draft"
+    if manager is not None and is_reset and updater._session is None:
+        _renew(manager, lambda: manager.weights.are_unknown("they were reset by /weights_checker: update them"))
+
+
 def after_flush(is_flushed: bool, scheduler: Any, *_: Any, **__: Any) -> None:
     """After SGLang has flushed its caches, which it does within updates, too."""
     manager = _manager_of(scheduler)
