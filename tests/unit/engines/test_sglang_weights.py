@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -118,6 +119,30 @@ def test_a_name_of_the_hubs_is_read_at_the_revision_that_sglang_reads(given: Sim
     server = Server()
     server.from_disk("org/model")
     assert server.said == "the digest of org/model at v1"
+
+
+def test_files_that_are_written_while_they_are_read_are_nobodys(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As where a trainer writes its next checkpoint over the last one."""
+    written = 0
+    monkeypatch.setattr(module, "weights_of", lambda *_: f"the digest of version {written}")
+    one, other = Server(), Server()
+
+    def update(server: Server, *, overwritten: bool) -> None:
+        def original(*_: Any) -> Any:
+            nonlocal written
+            written += overwritten
+            server.flush()
+            return SimpleNamespace(success=True, message="")
+
+        around_update(original, server, SimpleNamespace(model_path=str(tmp_path), load_format="auto"))
+
+    for server in (one, other):
+        update(server, overwritten=True)
+    assert one.said != other.said
+    assert "written while" in one.said
+    for server in (one, other):
+        update(server, overwritten=False)
+    assert one.said == other.said == "the digest of version 2"
 
 
 Way = Callable[[Server], object]

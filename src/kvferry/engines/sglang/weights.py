@@ -11,6 +11,7 @@ stores anything, or begins to, has nobody's for good.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Callable
 from typing import Any
@@ -116,6 +117,8 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
     if manager is None:
         return original(updater, request)
     weights, session = manager.weights, updater._session
+    path = getattr(request, "model_path", None)
+    before = _read(request) if path is not None and os.path.isdir(path) else None  # the hub's may come only now
     weights.is_changing, weights.was_flushed = True, False
     try:
         result = original(updater, request)
@@ -124,7 +127,6 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
         raise
     finally:
         weights.is_changing = False
-    path = getattr(request, "model_path", None)
     if not result.success and not result.message.startswith(_NOT_FLUSHED):
         # SGLang says so before it has touched anything: no session, or nothing to read, unless a draft model says that,
         # whose turn comes after the model's.
@@ -137,14 +139,22 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
             _renew(manager, lambda: weights.are_unknown("an update has failed"))
         return result
     if path is not None:
-        from sglang.srt.runtime_context import get_model
-
-        weights.came_from(weights_of(path, get_model().revision, request.load_format, None))
+        files = _read(request)
+        weights.came_from(files)
+        if before not in (None, files):
+            weights.are_unknown("their files were written while SGLang read them: update again")
     else:
         weights.came(request.weight_version)
     if path is not None or session is None:
         _renew(manager, lambda: _look_at_cache(weights, updater))
     return result
+
+
+def _read(request: Any) -> str:
+    """Identifies what SGLang reads from files, which it does at the revision that the server was started with."""
+    from sglang.srt.runtime_context import get_model
+
+    return weights_of(request.model_path, get_model().revision, request.load_format, None)
 
 
 def _wants_session(request: Any, session: Any) -> bool:
