@@ -405,13 +405,15 @@ def test_without_a_prefix_cache_nothing_is_found_again():
     assert server.said == "the digest of /new"
 
 
-@pytest.mark.parametrize("store", ["storage", "LMCache"])
+@pytest.mark.parametrize("store", ["storage", "LMCache", "linker"])
 def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_flushed(store: str):
     """SGLang's flush leaves it, and would send what it finds there under the new weights' name."""
     one, other = Server(), Server()
     for each in (one, other):
         if store == "storage":
             each.scheduler.tree_cache.enable_storage = True
+        elif store == "linker":
+            each.scheduler.tree_cache.linker = object()
         else:
             each.scheduler.enable_lmcache = True
         each.update(weight_version="7")

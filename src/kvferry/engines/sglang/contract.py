@@ -422,6 +422,11 @@ _REQUEST: tuple[Line, ...] = (
         ("is_fully_idle", "tree_cache"),
         "whether something older is cached is asked of them",
     ),
+    Mentions(
+        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.init_cache_linker",
+        ("linker",),
+        "whether there is a store that a flush leaves is asked of it",
+    ),
     Signature(f"{_MANAGERS}.scheduler:Scheduler.is_fully_idle", "self, for_health_check=, ignore_waiting=", "likewise"),
     Signature(
         f"{_MANAGERS}.scheduler:Scheduler.handle_update_weight_version",

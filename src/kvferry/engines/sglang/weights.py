@@ -88,8 +88,8 @@ class Weights:
     def store_stays(self) -> None:
         """Requests may find what those before have computed in a store that no flush empties."""
         self._stored = (
-            "what --hicache-storage-backend or LMCache stores is of those before: empty it, and start the server again "
-            f"({secrets.token_hex(4)})"
+            "what --hicache-storage-backend, a linker or LMCache stores is of those before: empty it, and start the "
+            f"server again ({secrets.token_hex(4)})"
         )
 
     def cache_is_flushed(self) -> None:
@@ -226,7 +226,8 @@ def _look_at_cache(weights: Weights, updater: Any) -> None:
     scheduler = updater.scheduler
     cache = scheduler.tree_cache
     weights.were_replaced = True
-    if getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False):
+    has_linker = getattr(cache, "linker", None) is not None
+    if has_linker or getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False):
         weights.store_stays()
     cached = cache.evictable_size() + cache.protected_size()
     if getattr(cache, "cache_controller", None) is not None:
