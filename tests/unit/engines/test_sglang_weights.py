@@ -37,9 +37,12 @@ class Server:
         self.cached, self.is_idle = 0, True
         self.memory_saver_adapter = SimpleNamespace(enabled=True)
         self.draft_worker: object = None
+        self.of_sessions: dict[str, Any] = {}
+        cache = SimpleNamespace(evictable_size=lambda: self.cached, protected_size=lambda: 0)
+        cache.session_records = lambda: self.of_sessions
         self.scheduler = SimpleNamespace(
             disagg_prefill_bootstrap_queue=SimpleNamespace(kv_manager=self),
-            tree_cache=SimpleNamespace(evictable_size=lambda: self.cached, protected_size=lambda: 0),
+            tree_cache=cache,
             disable_radix_cache=False,
         )
 
@@ -52,7 +55,7 @@ class Server:
 
     def flush(self) -> bool:
         if self.is_idle:
-            self.cached = 0
+            self.cached, self.of_sessions = 0, {}
         after_flush(self.is_idle, self.scheduler, empty_cache=True)
         return self.is_idle
 
@@ -403,6 +406,22 @@ def test_without_a_prefix_cache_nothing_is_found_again():
     server.scheduler.disable_radix_cache, server.is_idle = True, False
     server.from_disk("/new", flushes=False)
     assert server.said == "the digest of /new"
+
+
+@pytest.mark.parametrize("disable_radix_cache", [True, False])
+def test_what_a_session_holds_is_found_again_whatever_the_prefix_cache_has(disable_radix_cache: bool):
+    """A streaming session's next request goes on from it, also without a prefix cache, or where that has no page."""
+    server, without = Server(), Server()
+    for each in (server, without):
+        each.scheduler.disable_radix_cache = disable_radix_cache
+    server.of_sessions = {"a": SimpleNamespace(holds_kv=True)}
+    without.of_sessions = {"a": SimpleNamespace(holds_kv=False)}
+    for each in (server, without):
+        each.from_disk("/new", flushes=False)
+    assert OLDER in server.said
+    assert without.said == "the digest of /new"
+    server.flush()
+    assert server.said == without.said
 
 
 @pytest.mark.parametrize("store", ["storage", "LMCache", "linker"])

@@ -427,6 +427,12 @@ _REQUEST: tuple[Line, ...] = (
         ("linker",),
         "whether there is a store that a flush leaves is asked of it",
     ),
+    Signature(
+        "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.session_records",
+        "self",
+        "whether sessions hold something older is asked by it",
+    ),
+    Attributes(f"{_MANAGERS}.schedule_batch:ReqKvInfo", ("holds_kv",), "likewise"),
     Signature(f"{_MANAGERS}.scheduler:Scheduler.is_fully_idle", "self, for_health_check=, ignore_waiting=", "likewise"),
     Signature(
         f"{_MANAGERS}.scheduler:Scheduler.handle_update_weight_version",

@@ -232,7 +232,8 @@ def _look_at_cache(weights: Weights, updater: Any) -> None:
     cached = cache.evictable_size() + cache.protected_size()
     if getattr(cache, "cache_controller", None) is not None:
         cached = cached or not weights.was_flushed  # sizes are the device's: host memory may have more
-    if not scheduler.disable_radix_cache and (cached or not updater.is_fully_idle(ignore_waiting=True)):
+    is_kept = any(each.holds_kv for each in cache.session_records().values())  # also without a prefix cache
+    if is_kept or (not scheduler.disable_radix_cache and (cached or not updater.is_fully_idle(ignore_waiting=True))):
         weights.cache_stays()
     else:
         weights.cache_is_flushed()
