@@ -17,6 +17,8 @@ from tests.support.waiting import eventually
 from kvferry.applications.up.supervision import free_ports, refuse_taken
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.receiver import KVFerryReceiver
+from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.errors import TransferError
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -337,3 +339,27 @@ def test_a_role_is_not_left_while_pages_may_still_be_written(switching: Switchin
         with pytest.raises(TransferError, match="8 pages of SGLang's caches may still be written"):
             decode.teardown()
     refuse_taken(decode.local_ip, decode.rank_port)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_requests_after_a_switch_that_failed_wait_for_nothing(
+    switching: Switching, monkeypatch: pytest.MonkeyPatch, side: str
+):
+    """SGLang takes them in its earlier role. Before, they waited for memory that never comes back."""
+    monkeypatch.setenv("KVFERRY_CLOSE_TIMEOUT_S", "0.5")
+    members = switching.begin(prefill=0)
+    (prefill,), (decode,) = members.prefill.managers, members.decode.managers
+    waiting = members.receiver(decode, 2)
+    with monkeypatch.context() as hanging:
+        begin_a_write_that_hangs(members, hanging)
+        with pytest.raises(TransferError):
+            (prefill if side == "prefill" else decode).teardown()
+
+    def fails(request: KVFerrySender | KVFerryReceiver) -> None:
+        assert_fails(lambda: [request.poll()], [request], "could not take another role.*start it anew")
+
+    if side == "prefill":
+        fails(members.sender(prefill, 3))
+    else:
+        fails(waiting)
+        fails(members.waiting_receiver(decode, 3))

@@ -63,6 +63,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
         weights: what the rank says of them by now.
+        is_closed: whether it has ended for good.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
         place: where the rank stands.
         servers: what it knows of prefill servers, on a decode rank.
@@ -118,7 +119,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self._prefill: PrefillEndpoint | None = None
         self._decode: DecodeEndpoint | None = None
         self._host: DecodeEndpoint | None = None
-        self.is_released = False
+        self.is_released = self.is_closed = False
         self.servers: PrefillServers | None = None
         if disaggregation_mode is DisaggregationMode.DECODE:
             self.servers = PrefillServers(
@@ -184,6 +185,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
     def close(self) -> None:
         """Closes the endpoint, within the settings' close_timeout_s, and ends all threads."""
+        self.is_closed = True
         self.device_events.close()
         for endpoint in self._endpoints:
             endpoint.close()

@@ -18,6 +18,7 @@ from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import (
+    CLOSED,
     POLLS,
     give_up,
     is_paged,
@@ -222,6 +223,9 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Looks how far the prefill server is that the request has no pages for yet."""
         if self._reason is not None:
             self._fail_with_others(self._reason)
+            return
+        if self.kv_mgr.is_closed:
+            self._fail_with_others(CLOSED)
             return
         if not self._engine:
             now = time.monotonic()

@@ -23,6 +23,7 @@ from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
 from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import (
+    CLOSED,
     POLLS,
     give_up,
     may_report_failure,
@@ -309,6 +310,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
 
     def poll(self) -> int:
         """Returns the state of the transfer."""
+        if self._opens_later and self.kv_mgr.is_closed:
+            self._refuse(CLOSED)
         if self._opens_later and not self.kv_mgr.is_released:
             self._opens_later = False
             self._open()

@@ -58,6 +58,10 @@ _SLOTS = {
 _RING = "swa_ring"
 
 
+CLOSED = "this server could not take another role (/pd_role_switch), and left its earlier one: start it anew"
+"""Why a request fails that comes to a manager that has ended."""
+
+
 def page_numbers(given: Any) -> NDArray[Any]:
     """Returns page numbers as SGLang gives them, in its own array where it has one: whoever keeps them copies them."""
     return np.asarray(given) if hasattr(given, "dtype") else np.asarray(given, np.int64)
