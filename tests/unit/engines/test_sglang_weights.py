@@ -76,8 +76,8 @@ class Server:
             self.update(weight_version=version, selector="all", **more)
         self.end()
 
-    def begin(self) -> None:
-        around_begin(lambda *_: SimpleNamespace(success=True), self, None)
+    def begin(self, selector: str = "all") -> None:
+        around_begin(lambda *_: SimpleNamespace(success=True), self, SimpleNamespace(selector=selector))
         self._session = object()
 
     def end(self) -> None:
@@ -192,6 +192,21 @@ def test_what_a_trainer_names_is_the_same_whatever_the_servers_have_started_with
     one.pieces("7")
     other.pieces("7")
     assert one.said == other.said
+
+
+@pytest.mark.parametrize("opened_for", ["all", "draft"])
+def test_what_a_draft_models_weights_are_called_is_no_name_of_the_models(opened_for: str):
+    """Before, two servers whose drafts came under one name agreed, whatever weights their models had."""
+    one, other, same, broken = Server(), Server(), Server(), Server()
+    for server, version in ((one, "6"), (other, "7"), (same, "7"), (broken, "7")):
+        server.pieces(version)
+    broken.pieces("7", success=False, message="out of memory")
+    for server in (one, other, same, broken):
+        server.begin(opened_for)
+        server.update(weight_version="8", selector="draft")
+        server.end()
+    assert other.said == same.said
+    assert len({one.said, other.said, broken.said}) == 3
 
 
 def test_halfway_replaced_weights_are_nobody_elses():

@@ -398,6 +398,15 @@ _REQUEST: tuple[Line, ...] = (
         ("model_path", "revision"),
         "files are read again at the revision that the server was started with",
     ),
+    *(
+        Fields(
+            f"{_MANAGERS}.io_struct:{request}", ("selector",), "a draft model's weights are told from the model's by it"
+        )
+        for request in (
+            *("BeginWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromDistributedReqInput"),
+            "CheckWeightsReqInput",
+        )
+    ),
     Fields(
         _UPDATER,
         ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter", "draft_worker"),

@@ -48,6 +48,7 @@ class Weights:
         self._unknown = self._cached = self._stored = ""
         self.is_changing = self.was_flushed = self.were_replaced = False
         self._session: list[str | None] | None = None
+        self._has_drafts, self._earlier = False, ""  # in a session: whether drafts came, and what was unknown before
 
     @property
     def said(self) -> str:
@@ -71,6 +72,10 @@ class Weights:
             self._changes, self._are_of_files, self._unknown = self._changes + 1, False, ""
         else:
             self._base, self._changes, self._are_of_files, self._unknown = f"weight_version {version}", 0, False, ""
+
+    def drafts_came(self) -> None:
+        """Those of a draft model were replaced, within a session. It may share some with the model, but no name."""
+        self._has_drafts = True
 
     def are_named(self, version: str) -> None:
         """An operator names them. What is in files is known better by these, and what is unknown stays so."""
@@ -98,7 +103,7 @@ class Weights:
 
     def session_begins(self) -> None:
         """They are replaced piece by piece from now on."""
-        self._session, self.was_flushed = [], False
+        self._session, self._has_drafts, self._earlier, self.was_flushed = [], False, self._unknown, False
         self.are_unknown(_HALF_WAY)
 
     def session_ends(self) -> None:
@@ -106,6 +111,8 @@ class Weights:
         pieces, self._session = self._session or [], None
         if self._unknown.startswith(_HALF_WAY):
             self.came(next((each for each in reversed(pieces) if each is not None), None))
+            if self._has_drafts and not pieces:
+                self._unknown = self._earlier
 
 
 # ---- hooks on SGLang's SchedulerWeightUpdaterManager ----------------------------------------------------------------
@@ -143,6 +150,8 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
         weights.came_from(files)
         if before not in (None, files):
             weights.are_unknown("their files were written while SGLang read them: update again")
+    elif getattr(request, "selector", None) == "draft":
+        weights.drafts_came()
     else:
         weights.came(request.weight_version)
     if path is not None or session is None:
@@ -166,6 +175,8 @@ def around_begin(original: Callable[..., Any], updater: Any, request: Any) -> An
     manager, result = _manager_of(updater.scheduler), original(updater, request)
     if manager is not None and result.success:
         _renew(manager, manager.weights.session_begins)
+        if request.selector == "draft":
+            manager.weights.drafts_came()
     return result
 
 
