@@ -62,6 +62,13 @@ def identity(**changes: Any) -> Any:
     return cache_identity(args, model, version="0.5.23", **objects)
 
 
+def test_weights_that_were_taken_from_a_running_server_are_not_those_of_the_files():
+    """That server may have been updated in place, and these are what it has: nobody says what that is."""
+    files, one, other = (identity(given__load_format=each).weights for each in ("auto", *["remote_instance"] * 2))
+    assert len({files, one, other}) == 3
+    assert "a running server's" in one
+
+
 def test_a_server_says_what_its_caches_are():
     assert identity().fingerprint() == {
         "engine": "SGLang 0.5.23",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ def weights_of(path: str, revision: str | None, load_format: str, config: Any, c
     """Identifies the weights in a model's directory, or of a model's name."""
     if load_format == "dummy":
         return f"none: --load-format dummy, for {path}"
+    if load_format == "remote_instance":
+        return f"a running server's, which may have replaced its own: update them here, too ({secrets.token_hex(4)})"
     commit = getattr(config, "_commit_hash", None)
     return _identified(path, revision, cache, commit or revision)
 
