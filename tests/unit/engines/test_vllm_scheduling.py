@@ -469,6 +469,20 @@ class TestWhatIsOutdated:
         assert (step.send, step.give_up) == ([], {"r": "replaced"})
         assert scheduler.side.finished(request, is_aborted=False) == (True, None), "its blocks may still be read"
 
+    @pytest.mark.parametrize("is_begun", [True, False])
+    def test_nor_does_what_is_computed_anew_after_a_preemption(self, is_begun: bool):
+        """As where caches are reset with the requests that run: what was sent of it is of the weights before."""
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        if is_begun:
+            scheduler.step(request, 6)
+        scheduler.side.outdate([request], "replaced")
+        request.num_computed_tokens = 0
+        scheduler.allocate(request, first=200)
+        step = scheduler.side.take_step({"r": 14}, {"r"})
+        assert (step.send, step.preempted) == ([], {"r"})
+        assert scheduler.side.finished(request, is_aborted=False) == (is_begun, None)
+
     def test_what_waits_to_be_fetched_ends_too(self):
         scheduler, request = Scheduler(), prefill_request(14)
         scheduler.allocate(request)

@@ -52,6 +52,7 @@ class _Sending:
         next_blocks: by group, the position of the first block that the workers have not got yet.
         is_begun: whether the workers have got any.
         is_complete: whether they have got all, of steps that may be queued and not computed: a preemption undoes it.
+        is_outdated: whether no more of it is to leave, though it be computed again: its room stands for what was there.
         kept: blocks that vLLM would give away though they are still being read.
         depends_on: digests of what its cache depends on.
     """
@@ -62,6 +63,7 @@ class _Sending:
     next_blocks: dict[str, int] = field(default_factory=dict)
     is_begun: bool = False
     is_complete: bool = False
+    is_outdated: bool = False
     kept: list[Block] = field(default_factory=list)
     depends_on: dict[str, bytes] = field(default_factory=dict)
 
@@ -396,7 +398,8 @@ class SchedulerSide:
                 sending.next_blocks.clear()
                 # All is computed again, and given to the workers again: they know what they still lack.
                 sending.is_complete = False
-                self.unfinished[name] = sending
+                if not sending.is_outdated:
+                    self.unfinished[name] = sending
                 self._release(sending)
         for name, sending in list(self.unfinished.items()):
             if name in scheduled_tokens:
@@ -469,7 +472,7 @@ class SchedulerSide:
                 fetch.request = None  # no other choice is to have it
             if sending is not None:
                 self.unfinished.pop(name, None)
-                sending.depends_on = {}  # whatever were sent of it would be refused
+                sending.is_outdated = True
             if name in self._receiving or name in self._copied:
                 self._outdated.add(name)
             if name in self._receiving or (sending is not None and sending.is_begun):
