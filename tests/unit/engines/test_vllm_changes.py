@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from kvferry.engines.vllm.changes import Changes, watch
+from kvferry.engines.vllm.encoded import drop_encoded
 from kvferry.engines.vllm.identity import Conditions
+from kvferry.engines.vllm.weights import parameter_sums
 from kvferry.errors import UsageError
 
 
@@ -24,6 +26,33 @@ class Side:
         self.outdated.append(([each.request_id for each in requests], reason))
 
 
+class EncoderCacheManager:
+    """As vLLM's: what no request refers to is dropped where there is no other room, for five images in all."""
+
+    def __init__(self) -> None:
+        self.cached: dict[str, set[str]] = {"image": set(), "a:image": set()}
+        self.freed: list[str] = []
+
+    @property
+    def num_freeable_slots(self) -> int:
+        return 5 - sum(map(bool, self.cached.values()))
+
+    def can_allocate(
+        self, request: Any, input_id: int, encoder_compute_budget: int, num_embeds_to_schedule: int
+    ) -> bool:
+        wanted = request.get_num_encoder_embeds(input_id) + num_embeds_to_schedule
+        if not wanted <= min(encoder_compute_budget, self.num_freeable_slots):
+            return False
+        while wanted > 5 - len(self.cached):
+            self.freed.append(next(key for key, by in self.cached.items() if not by))
+            del self.cached[self.freed[-1]]
+        return True
+
+
+def worker(encoder_cache: Any) -> Any:
+    return SimpleNamespace(model_runner=SimpleNamespace(encoder_cache=encoder_cache))
+
+
 class Executor:
     """Workers that have these weights."""
 
@@ -31,11 +60,16 @@ class Executor:
         self.sums: dict[str, int] | Exception = {"w": 1}
         self.asked: list[Any] = []
         self.sleeping_tags: set[str] = set()
+        first, second = {"image": "old", "a:image": "old"}, {"image": "old", "a:image": "old"}
+        self.workers = [worker(first), worker(SimpleNamespace(encoder_outputs=second))]
+        self.encoded = [first, second]
 
-    def collective_rpc(self, method: Any, *_: Any, **__: Any) -> Any:
+    def collective_rpc(self, method: Any, *_: Any, **kwargs: Any) -> Any:
         self.asked.append(method)
         if not callable(method):
             return [None]
+        if method is drop_encoded:
+            return [method(worker, *kwargs["args"]) for worker in self.workers]
         if isinstance(self.sums, Exception):
             raise self.sums
         return [dict(self.sums)]
@@ -68,7 +102,10 @@ def core_class() -> Any:
             self.loras: list[Any] = []
             self.done: list[str] = []
             self.scheduler = SimpleNamespace(
-                get_kv_connector=lambda: connector, finished_recving_kv_req_ids={"waiting", "of another adapter"}
+                get_kv_connector=lambda: connector,
+                finished_recving_kv_req_ids={"waiting", "of another adapter"},
+                encoder_cache_manager=EncoderCacheManager(),
+                ec_connector=None,
             )
             self.model_executor.sums = sums
             self.model_executor.init_kv_output_aggregator(connector)
@@ -82,6 +119,9 @@ def core_class() -> Any:
 
         def set_weight_version(self, weight_version: str) -> None:
             self.version = weight_version
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            self.done.append(request.request_id)
 
         def add_lora(self, lora_request: Any) -> bool:
             self.loras.append(lora_request)
@@ -228,6 +268,66 @@ def test_what_it_has_in_files_vllm_leaves_there(given: Any):
     assert given.weights.text.startswith("unknown ")
 
 
+def test_what_old_weights_made_of_an_image_is_dropped(given: Any):
+    """Keys and values are computed from it, and would be sent as those of the new ones."""
+    replace(given, 2)
+    assert given.core.scheduler.encoder_cache_manager.cached == {}
+    assert given.core.model_executor.encoded == [{}, {}]
+    assert given.weights.text.startswith("content ")
+
+
+def test_nothing_is_exchanged_as_long_as_a_request_needs_what_old_weights_made_of_an_image(
+    given: Any, caplog: pytest.LogCaptureFixture
+):
+    """Another one with this image would have it too."""
+    cached = given.core.scheduler.encoder_cache_manager.cached
+    cached["image"].add("running")
+    replace(given, 2)
+    assert cached == {"image": {"running"}}
+    assert "vLLM's encoder cache may still have what was computed before" in caplog.text
+    assert given.weights.text.startswith("unknown ")
+    cached["image"].clear()
+    cached["another image"] = {"next"}
+    given.changes.between_steps()
+    assert cached == {"another image": {"next"}}
+    assert given.core.model_executor.encoded == [{}, {}]
+    assert given.weights.text.startswith("content ")
+
+
+def test_what_workers_could_not_be_told_to_drop_is_not_dropped(given: Any):
+    workers, given.core.model_executor.workers = given.core.model_executor.workers, [None]
+    replace(given, 2)
+    assert given.weights.text.startswith("unknown ")
+    given.core.model_executor.workers = [*workers, worker(None)]
+    given.changes.between_steps()
+    assert given.core.model_executor.encoded == [{}, {}]
+    assert given.weights.text.startswith("content ")
+
+
+def test_what_an_adapter_made_of_an_image_is_dropped_with_it(given: Any):
+    given.core.add_request(Request("next"))
+    cached = given.core.scheduler.encoder_cache_manager.cached
+    cached["image"].add("of no adapter")
+    given.changes.adapters.replaced("a")
+    assert given.core.model_executor.encoded == [{"image": "old"}, {"image": "old"}]
+    assert given.weights.text == ""
+
+
+def test_what_an_encoder_elsewhere_made_of_an_image_vllm_leaves_there(given: Any):
+    given.core.scheduler.ec_connector = object()
+    replace(given, 2)
+    assert given.weights.text.startswith("unknown ")
+
+
+def test_what_has_come_is_not_used_where_an_adapter_changes_with_a_request_before_anything_was_asked(given: Any):
+    waiting = given.requests["waiting"]
+    waiting.lora_request = SimpleNamespace(lora_name="a", lora_int_id=1)
+    given.core.add_request(Request("next"))
+    given.changes.adapters.replaced("a")
+    assert given.side.arrived == {"waiting"}
+    assert given.core.scheduler.finished_recving_kv_req_ids == {"of another adapter"}
+
+
 def test_weights_that_a_call_changed_before_it_failed_have_changed(given: Any):
     with pytest.raises(RuntimeError, match="the worker failed"):
         given.core.collective_rpc("fails", kwargs={"sums": {"w": 2}})
@@ -355,9 +455,10 @@ def test_memory_is_given_back_where_they_are(sleeper: Any):
 def test_weights_that_lost_their_memory_are_like_no_others_until_they_are_there_again(sleeper: Any):
     sleeper.core.sleep(2)
     assert sleeper.weights.text.startswith("content unknown ")
-    asked = len(sleeper.core.model_executor.asked)
+    asked = sleeper.core.model_executor.asked
+    looks = asked.count(parameter_sums)
     sleeper.core.collective_rpc("get_statistics")
-    assert len(sleeper.core.model_executor.asked) == asked + 1, "nobody looks where there is no memory"
+    assert asked.count(parameter_sums) == looks, "nobody looks where there is no memory"
     sleeper.core.model_executor.sums = {"w": 0}
     sleeper.core.wake_up()
     assert sleeper.weights.text.startswith("content ")

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from uuid import uuid4
 
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.encoded import EncoderOutputs
 from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.objects import BlockTables
 from kvferry.engines.vllm.scheduling import SchedulerSide
@@ -91,8 +92,8 @@ class Changes:
         self._tables: BlockTables | None = None
         self._pool: _BlockPool | None = None
         self._beside: list[_Beside] = []
-        self.arrived: set[str] = set()
-        """vLLM's own: requests whose caches have come, and with which it has not gone on yet."""
+        self._encoded: EncoderOutputs | None = None
+        self._arrived: set[str] = set()  # vLLM's own: those whose caches have come, and that have not gone on yet
         self.adapters.replaced = self._adapter_replaced
 
     @property
@@ -108,6 +109,12 @@ class Changes:
         """Takes which connectors there are, ours among them. Once is enough."""
         if not self._beside:
             self._beside = [_Beside(each) for each in connectors if getattr(each, "changes", None) is not self]
+
+    def serves(self, core: Any) -> None:
+        """Takes vLLM's core, whose scheduler this is. Once is enough."""
+        if self._encoded is None:
+            self._arrived = core.scheduler.finished_recving_kv_req_ids
+            self._encoded = EncoderOutputs(core.scheduler, core.model_executor)
 
     def between_steps(self) -> None:
         """Drops what connectors beside ours keep from before, where they could not do so in the middle of a step."""
@@ -231,29 +238,32 @@ class Changes:
 
     def _adapter_replaced(self, name: str) -> None:
         concerned = [each for each in self._all() if (lora := each.lora_request) and lora.lora_name == name]
-        self._outdate(concerned, f"its LoRA adapter {name!r} was replaced meanwhile")
+        self._outdate(concerned, f"its LoRA adapter {name!r} was replaced meanwhile", name)
 
     def _all(self) -> list[Any]:
         sent = {each.request_id: each for each in self._side.being_sent}  # some have ended
         return list((sent | self._requests).values())
 
-    def _outdate(self, requests: Sequence[Any], reason: str) -> None:
+    def _outdate(self, requests: Sequence[Any], reason: str, adapter: str = "") -> None:
         """Has nothing that was computed until now found by others, and ends what is on its way of these requests."""
         assert self._tables is not None
         assert self._pool is not None
         self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
+        if self._encoded is not None:
+            self._encoded.outdate(adapter)
         self._reset_others()
-        arrived = self.arrived.intersection(each.request_id for each in requests)
-        self.arrived -= arrived
+        arrived = self._arrived.intersection(each.request_id for each in requests)
+        self._arrived -= arrived
         self._side.outdate(requests, reason, arrived)
         for request in requests:
             if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
                 _share_nothing(request)
 
     def _reset_others(self) -> None:
-        """Has connectors beside ours drop what they keep. As long as one may not have, nothing is exchanged."""
+        """Has others drop what they keep. As long as one may not have, nothing is exchanged."""
         weights = self._conditions.weights
-        kept = [each.name for each in self._beside if not each.is_reset()]
+        others = (*self._beside, self._encoded)
+        kept = [each.name for each in others if each is not None and not each.is_reset()]
         if kept and not weights.are_mixed:
             log.error(
                 "%s may still have what was computed before, and vLLM would take it for new: no cache is exchanged "
@@ -279,6 +289,7 @@ def watch(core: Any, executor: Any) -> None:
         executor: the class of what asks the workers.
     """
     _after(executor, "init_kv_output_aggregator", _started)
+    _around(core, "add_request", _add_request)
     _around(core, "collective_rpc", _collective_rpc)
     _around(core, "set_weight_version", _set_weight_version)
     _around(core, "add_lora", _add_lora)
@@ -316,7 +327,7 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
         changes = _changes_of(core.scheduler.get_kv_connector())
         if changes is None:
             return original(core, *arguments, **named)
-        changes.arrived = core.scheduler.finished_recving_kv_req_ids
+        changes.serves(core)
         return ours(changes, core, functools.partial(original, core), *arguments, **named)
 
     watched.is_watched = True  # type: ignore[attr-defined]
@@ -331,6 +342,10 @@ def _changes_of(connector: Any) -> Changes | None:
     if found is not None:
         found.stands_beside(several)
     return found
+
+
+def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return original(*arguments, **named)  # the core is known from the first request on
 
 
 def _collective_rpc(

@@ -342,6 +342,7 @@ def _changes() -> Iterator[Line]:
     needed_for = "what replaces weights and adapters is noticed there"
     for name, parameters in {
         "collective_rpc": "method, timeout=, args=, kwargs=",
+        "add_request": "request, request_wave=",
         "set_weight_version": "weight_version",
         "add_lora": "lora_request",
         "remove_lora": "lora_id",
@@ -376,6 +377,14 @@ def _changes() -> Iterator[Line]:
     yield Mentions("vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.__init__", ("secondary_tiers",), found)
     yield Mentions("vllm.v1.core.block_pool:BlockPool.__init__", ("num_gpu_blocks",), found)
     yield Call("vllm.v1.core.block_pool:BlockPool.evict_blocks", 2, (), found)
+    yield Mentions(f"{_SCHEDULER}.__init__", ("encoder_cache_manager", "ec_connector"), found)
+    encoded = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
+    yield Mentions(f"{encoded}.__init__", ("cached", "num_freeable_slots"), found)
+    yield Call(f"{encoded}.can_allocate", 5, (), found)
+    yield Mentions(f"{encoded}.can_allocate", ("get_num_encoder_embeds", "freeable"), found)
+    yield Mentions("vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__", ("encoder_cache",), found)
+    yield Mentions("vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__", ("encoder_cache",), found)
+    yield Mentions("vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.__init__", ("encoder_outputs",), found)
     yield Call("vllm.v1.request:Request.update_block_hashes", 1, (), found)
     yield Mentions("vllm.v1.request:Request.__init__", ("block_hashes", "cache_salt"), found)
 

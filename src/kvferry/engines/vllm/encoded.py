@@ -1,0 +1,83 @@
+"""What vLLM keeps of images and the like: what an encoder has made of them, found again by their content alone.
+
+Keys and values are computed from it. So once weights are replaced what the old ones made of an image is dropped, in the
+scheduler and in the workers; what a request still needs is dropped as soon as none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
+
+
+class EncoderOutputs:
+    """Has vLLM drop what was encoded before a change. For the scheduler's thread, between two steps or within one.
+
+    Attributes:
+        name: what it is called.
+    """
+
+    name = "vLLM's encoder cache"
+
+    def __init__(self, scheduler: Any, executor: Any) -> None:
+        """Takes an engine's.
+
+        Args:
+            scheduler: vLLM's.
+            executor: asks the workers.
+        """
+        self._manager, self._executor = scheduler.encoder_cache_manager, executor
+        self._is_elsewhere = scheduler.ec_connector is not None
+        self._keeps_elsewhere = False
+        self._old: set[str] = set()  # what is there from before
+
+    def outdate(self, adapter: str) -> None:
+        """Takes that what is there now is not to be used for other requests.
+
+        Args:
+            adapter: the name of what has changed, where encoders may have adapters; empty for the weights.
+        """
+        concerned = {key for key in self._manager.cached if key.startswith(adapter and f"{adapter}:")}
+        self._old |= concerned
+        self._keeps_elsewhere |= self._is_elsewhere and (not adapter or bool(concerned))
+
+    def computed(self) -> None:
+        """Takes that another step is about to run."""
+
+    def is_reset(self) -> bool:
+        """Has vLLM drop what no request needs. Returns whether nothing is there from before."""
+        if self._old:
+            room = self._manager.num_freeable_slots
+            asking = SimpleNamespace(get_num_encoder_embeds=lambda _: room)
+            self._manager.can_allocate(asking, 0, room, 0)  # as for one that needs all the room
+            self._drop(sorted(self._old.difference(self._manager.cached)))
+        return not (self._old or self._keeps_elsewhere)
+
+    def _drop(self, keys: Sequence[str]) -> None:
+        """Has the workers drop what the scheduler has dropped: some keep what comes again before the next step."""
+        if not keys:
+            return
+        try:
+            self._executor.collective_rpc(drop_encoded, args=(keys,))
+        except Exception as error:  # an executor's, whatever it is: it is tried again
+            log.debug("%s was not cleared in workers: %s: %s", self.name, type(error).__name__, error)
+        else:
+            self._old.difference_update(keys)
+
+
+def drop_encoded(worker: Any, keys: Sequence[str]) -> None:
+    """Has a worker drop what was encoded. vLLM calls it in each of them.
+
+    Args:
+        worker: vLLM's.
+        keys: by which it has that.
+    """
+    cache = worker.model_runner.encoder_cache
+    outputs = getattr(cache, "encoder_outputs", cache)  # of the second model runner, and of the first
+    for key in keys if outputs else ():  # stages behind the first may have none
+        outputs.pop(key, None)
