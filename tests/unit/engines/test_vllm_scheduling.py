@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.support.waiting import eventually
 
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
+from kvferry.engines.vllm.identity import Conditions as DependsOn
 from kvferry.engines.vllm.parameters import (
     LARGEST_ROOM,
     ROOM,
@@ -80,6 +84,7 @@ class Scheduler:
         hold_s: float = 0.0,
         conditions: Conditions | None = None,
         are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
+        computed_here: Callable[[Any], None] = lambda _: None,
     ) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
@@ -91,6 +96,7 @@ class Scheduler:
             hold_s=hold_s,
             conditions=conditions,
             are_conditions_known=are_conditions_known,
+            computed_here=computed_here,
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -1004,6 +1010,40 @@ class TestConditions:
         assert scheduler.side.tokens_elsewhere(replace(request, kv_transfer_params=None), 0) == 0, "nobody asks for it"
         known.append("r")
         assert scheduler.side.tokens_elsewhere(request, 0) == (12 if request_of is decode_request else 0)
+
+    @pytest.mark.parametrize("waits", [True, False])
+    def test_an_adapter_that_a_request_has_loaded_which_is_not_exchanged_is_what_it_was_then(
+        self, waits: bool, tmp_path: Path
+    ):
+        """vLLM loads it with the first request that has it, whatever request that is, and then has it."""
+        known = DependsOn()
+        scheduler = Scheduler(
+            conditions=known.of, are_conditions_known=known.are_known, computed_here=known.computed_here
+        )
+
+        def write(content: bytes) -> None:
+            (tmp_path / "adapter_model.bin").write_bytes(content)
+            (tmp_path / "adapter_config.json").write_text("{}")
+
+        def is_known(request: Request) -> bool:
+            return scheduler.side.tokens_elsewhere(request, 0) is not None
+
+        lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+        plain, asked = Request("plain", 13), prefill_request(13)
+        plain.lora_request = asked.lora_request = lora  # type: ignore[attr-defined]
+        write(b"1")
+        scheduler.side.came_in(plain)
+        eventually("it is known", lambda: is_known(plain))
+        scheduler.allocate(plain)
+        scheduler.step(plain, 13)
+        if waits:
+            scheduler.side.came_in(asked)
+            eventually("it is known", lambda: is_known(asked))
+        write(b"22")
+        eventually("it is known", lambda: is_known(asked))
+        scheduler.allocate(asked)
+        (sent,) = scheduler.step(asked, 13).send
+        assert sent.depends_on["LoRA adapter"] != DependsOn().of(asked, 12)["LoRA adapter"], "vLLM has the first"
 
     @pytest.mark.parametrize("request_of", [decode_request, prefill_request])
     def test_they_are_found_out_from_the_moment_on_that_a_request_comes_in(self, request_of: Callable[[int], Request]):

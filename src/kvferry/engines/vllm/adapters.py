@@ -86,16 +86,11 @@ class Adapters:
 
     def identity(self, request: Any) -> str:
         """Identifies a request's adapter; empty without one. Waits for it to be read, unless it is known."""
-        lora = getattr(request, "lora_request", None)
-        if lora is None:
+        found = self.scheduled(request)
+        if found is None:
             return ""
-        found = self._look(request, lora).result()
-        self._adopted(lora, found)
-        self._looks.forget(request.request_id)
+        lora = request.lora_request
         loaded = self._loaded[lora.lora_int_id]
-        if lora.load_inplace or lora.lora_int_id in self._unscheduled:
-            self._unscheduled.discard(lora.lora_int_id)
-            self._unproved[lora.lora_int_id] = found
         if loaded.is_what(found):
             return loaded.text
         log.error(
@@ -106,6 +101,22 @@ class Adapters:
             lora.lora_path,
         )
         return f"unknown {uuid4().hex}"
+
+    def scheduled(self, request: Any) -> _Adapter | None:
+        """Takes that vLLM loads a request's adapter now, unless it has it. Waits for that to be read.
+
+        Returns what lies there; None without one.
+        """
+        lora = getattr(request, "lora_request", None)
+        if lora is None:
+            return None
+        found = self._look(request, lora).result()
+        self._adopted(lora, found)
+        self._looks.forget(request.request_id)
+        if lora.load_inplace or lora.lora_int_id in self._unscheduled:
+            self._unscheduled.discard(lora.lora_int_id)
+            self._unproved[lora.lora_int_id] = found
+        return found
 
     def ended(self, request: str) -> None:
         """Takes that nobody asks about a request any more."""

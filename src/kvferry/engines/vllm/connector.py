@@ -136,6 +136,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 hold_s=self._settings.bootstrap_timeout_s,
                 conditions=conditions.of,
                 are_conditions_known=conditions.are_known,
+                computed_here=conditions.computed_here,
             )
             self.changes = Changes(self._scheduler, conditions, follows_sleep=follows_sleep)
             watch(EngineCore, Executor)

@@ -203,8 +203,8 @@ class Conditions:
 
     def are_known(self, request: Any, tokens: int) -> bool:
         """Whether `of` returns at once. What is not known is found out from now on, aside: adapters, large prompts."""
-        is_read = self.adapters.is_known(request)
-        return self._prompts.is_known(request, tokens) and is_read
+        is_read, is_exchanged = self.adapters.is_known(request), getattr(request, "kv_transfer_params", True)
+        return (not is_exchanged or self._prompts.is_known(request, tokens)) and is_read
 
     def of(self, request: Any, tokens: int) -> dict[str, bytes]:
         """Returns what the cache of a request depends on, once: a large prompt is found out anew after that.
@@ -233,6 +233,10 @@ class Conditions:
             prompt=prompt.tokens,
             weights=self.weights.text,
         )
+
+    def computed_here(self, request: Any) -> None:
+        """Takes that a request is scheduled that is not exchanged. Waits for its adapter, unless that is known."""
+        self.adapters.scheduled(request)
 
     def ended(self, request: str) -> None:
         """Takes that nobody asks about a request any more."""

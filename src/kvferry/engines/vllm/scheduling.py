@@ -88,6 +88,7 @@ class SchedulerSide:
         hold_s: float = inf,
         conditions: Conditions | None = None,
         are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
+        computed_here: Callable[[Any], None] = lambda _: None,
     ) -> None:
         """Begins with no requests.
 
@@ -103,7 +104,9 @@ class SchedulerSide:
                 nothing if None.
             are_conditions_known: whether that is returned at once. If not, it is found out aside, and the request is
                 scheduled later.
+            computed_here: takes a request that is scheduled and not exchanged: vLLM may load its adapter with it.
         """
+        self._computed_here = computed_here
         self._are_conditions_known = are_conditions_known
         self._conditions = conditions or (lambda *_: {})
         self._groups = tuple(groups)
@@ -142,7 +145,7 @@ class SchedulerSide:
         self._choose_one_way(request)
         self._expect(request)
         self._shorten(request)
-        if request.kv_transfer_params:
+        if _has_conditions(request):
             self._are_conditions_known(request, self._sent_tokens(request))  # they are found out from now on
 
     def _choose_one_way(self, request: Request) -> None:
@@ -198,7 +201,7 @@ class SchedulerSide:
 
         Nor is a request to be scheduled as long as it is not known what its cache depends on: this thread would wait.
         """
-        if request.kv_transfer_params and not self._are_conditions_known(request, self._sent_tokens(request)):
+        if _has_conditions(request) and not self._are_conditions_known(request, self._sent_tokens(request)):
             return None
         self._held.asked(sum(-(-request.num_prompt_tokens // group.table_tokens) for group in self._groups))
         try:
@@ -228,6 +231,8 @@ class SchedulerSide:
         """
         name = request.request_id
         self._held.served()
+        if not request.kv_transfer_params:
+            self._computed_here(request)
         try:
             params = self._receive_parameters(request)
             if params is not None:
@@ -589,6 +594,11 @@ def _settled(request: Request) -> None:
     """
     assert request.kv_transfer_params is not None
     request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+
+
+def _has_conditions(request: Request) -> bool:
+    """Whether anybody asks what a request's cache depends on: itself, or others with its adapter."""
+    return bool(request.kv_transfer_params or getattr(request, "lora_request", None))
 
 
 def _is_shortened(request: Request) -> bool:
