@@ -498,6 +498,23 @@ class TestWhatIsOutdated:
         scheduler.side.outdate(scheduler.side.being_sent, "replaced")
         assert scheduler.step().give_up == {"r": "replaced"}
 
+    def test_what_ends_with_its_last_step_is_promised_to_nobody(self):
+        """As where the change comes while that step is under way."""
+        scheduler, request = Scheduler(), prefill_request(14)
+        scheduler.allocate(request)
+        scheduler.step(request, 14)
+        scheduler.side.outdate([request], "replaced")
+        assert scheduler.side.finished(request, is_aborted=False) == (True, None)
+        assert scheduler.step().give_up == {"r": "replaced"}
+
+    def test_nor_do_other_choices_promise_it(self):
+        scheduler = Scheduler()
+        choices = [replace(prefill_request(14, room=None), request_id=f"{number}_r") for number in range(2)]
+        for choice in choices:
+            scheduler.allocate(choice)
+        scheduler.side.outdate(choices, "replaced")
+        assert [scheduler.side.finished(each, is_aborted=False) for each in choices] == [(False, None)] * 2
+
     def test_what_nobody_knows_of_yet_is_refused_when_it_ends(self):
         scheduler, request = Scheduler(), prefill_request(14)
         scheduler.allocate(request)

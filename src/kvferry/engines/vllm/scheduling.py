@@ -472,6 +472,7 @@ class SchedulerSide:
         self._step.fail.update(arrived)
         for request in requests:
             name = request.request_id
+            self._answered_choices.pop(name, None)
             sending, fetch = self._sending.get(name), self._fetches.get(name)
             if fetch is not None:
                 fetch.request = None  # no other choice is to have it
@@ -509,6 +510,8 @@ class SchedulerSide:
         if sending is None or not sending.is_begun:
             self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
+        if sending.is_outdated:  # the workers hear of it, and nobody is to ask for it
+            return True, None
         if is_aborted or not sending.is_complete:
             how = "was aborted on the prefill side" if is_aborted else f"{_ENDED} all of it was computed"
             self._step.give_up[name] = f"the request {how}"
