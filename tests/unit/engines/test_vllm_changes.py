@@ -467,6 +467,13 @@ def test_weights_that_lost_their_memory_are_like_no_others_until_they_are_there_
     assert len(sleeper.evicted) == 3
 
 
+def test_a_core_that_has_no_scheduler_yet_is_left_alone():
+    """The second of a process: vLLM asks workers as it starts, such as for the length that has found room."""
+    core = core_class()(None, {"w": 1})
+    del core.scheduler
+    assert core.collective_rpc("update_max_model_len") == [None]
+
+
 def test_a_core_without_a_connector_of_ours_is_left_alone():
     core = core_class()(None, {"w": 1})
     assert core.collective_rpc("reload_weights") == [None]

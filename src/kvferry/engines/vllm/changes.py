@@ -324,7 +324,8 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
 
     @functools.wraps(original)
     def watched(core: Any, *arguments: Any, **named: Any) -> Any:
-        changes = _changes_of(core.scheduler.get_kv_connector())
+        scheduler = getattr(core, "scheduler", None)  # a core that starts has none yet
+        changes = None if scheduler is None else _changes_of(scheduler.get_kv_connector())
         if changes is None:
             return original(core, *arguments, **named)
         changes.serves(core)
