@@ -535,6 +535,20 @@ class TestWhatIsOutdated:
         scheduler.side.outdate([request], "replaced")
         assert scheduler.step().give_up == {}
 
+    def test_what_has_come_and_waits_to_be_computed_to_its_end_is_not_sent_on(self):
+        """vLLM goes on with it, and asks for what it is sent as when it does: it is not the new weights'."""
+        scheduler = Scheduler(conditions=lambda *_: {"weights": b"new"})
+        request = Request("r", 14, {**(decode_request(14).kv_transfer_params or {}), "do_remote_decode": True})
+        scheduler.allocate(request, external=13)
+        scheduler.step()
+        scheduler.side.reported([], ["r"])
+        request.num_computed_tokens = 13
+        scheduler.side.outdate([request], "replaced")
+        scheduler.allocate(request)
+        assert scheduler.step(request, 1).send == []
+        assert scheduler.side.finished(request, is_aborted=False) == (False, None)
+        assert scheduler.step().refuse.keys() == {9}
+
     def test_what_came_before_the_workers_heard_of_it_is_reported_once_more(self):
         """As where vLLM has the next step queued already; or has been told, and not gone on with it."""
         scheduler, request = Scheduler(), decode_request(14)

@@ -121,6 +121,7 @@ class SchedulerSide:
         self._held = HeldRequests(hold_s)
         self._receiving: set[str] = set()
         self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
+        self._mixed: set[str] = set()  # those that go on with what they had, and are not to be sent
         self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
         self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
         self._fetched_choices: FirstChoices[Fetch[Request]] = FirstChoices()
@@ -240,7 +241,9 @@ class SchedulerSide:
                 self._fetch(params, request, blocks, tokens)
                 return
             sending = (
-                send_parameters(request.kv_transfer_params) if self._may_send and name not in self._sending else None
+                send_parameters(request.kv_transfer_params)
+                if self._may_send and name not in self._sending and name not in self._mixed
+                else None
             )
         except UsageError as error:
             log.error("request %s is not transferred: %s", name, error)
@@ -479,6 +482,8 @@ class SchedulerSide:
             if sending is not None:
                 self.unfinished.pop(name, None)
                 sending.is_outdated = True
+            elif not (name in self._receiving or name in arrived) and self._tables and any(self._tables(name)):
+                self._mixed.add(name)
             if name in self._receiving or name in self._copied:
                 self._outdated.add(name)
             if name in self._receiving or (sending is not None and sending.is_begun):
@@ -491,6 +496,7 @@ class SchedulerSide:
             Whether its blocks are to be kept until the workers have reported it, and what the answer is to contain.
         """
         name = request.request_id
+        self._mixed.discard(name)
         self._decline(request)
         fetch = self._fetches.pop(name, None)
         if fetch is not None:
