@@ -145,10 +145,11 @@ def test_files_that_are_written_before_the_request_that_loads_them_is_scheduled_
 
 def test_files_that_are_written_while_the_request_is_computed_that_loads_them_are_nobodys(known: Any, tmp_path: Path):
     given = lora(write(tmp_path / "a", b"1"))
-    first = known.identity(request(given))
+    loading = request(given)
+    first = known.identity(loading)
     assert not known.are_proved
     write(tmp_path / "a", b"22")
-    known.computed(given)
+    known.computed(loading)
     assert known.names == ["a"]
     assert known.are_proved
     later = {known.identity(request(given)) for _ in range(2)}
@@ -158,10 +159,11 @@ def test_files_that_are_written_while_the_request_is_computed_that_loads_them_ar
 
 def test_files_that_are_written_once_it_was_loaded_change_nothing_of_what_was_computed(known: Any, tmp_path: Path):
     given = lora(write(tmp_path / "a", b"1"))
-    first = known.identity(request(given))
-    known.computed(given)
+    loading = request(given)
+    first = known.identity(loading)
+    known.computed(loading)
     write(tmp_path / "a", b"22")
-    known.computed(given)
+    known.computed(loading)
     assert known.names == []
     write(tmp_path / "a", b"1")
     assert known.identity(request(given)) == first
@@ -232,9 +234,10 @@ def test_one_that_a_request_has_vllm_download_is_what_it_has_downloaded_from_the
     known: Any, tmp_path: Path, hub: Path
 ):
     given = lora("org/a")
-    first = known.identity(request(given))
+    loading = request(given)
+    first = known.identity(loading)
     downloaded(hub, "1", b"1")
-    known.computed(given)
+    known.computed(loading)
     whole = Adapters().identity(request(lora(write(tmp_path / "a", b"1"))))
     assert known.identity(request(given)) == whole != first
     assert known.names == ["a"], "nobody finds what was computed under its name alone"

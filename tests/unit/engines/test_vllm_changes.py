@@ -420,6 +420,23 @@ def test_an_adapter_whose_files_were_written_while_a_step_loaded_it_ends_what_th
     assert len(given.evicted) == 1
 
 
+def test_what_one_request_has_computed_proves_nothing_of_what_the_next_one_loads_in_place(given: Any, tmp_path: Any):
+    running, following = given.requests["running"], Request("next", "a")
+    given.changes.came_in(following)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=True)
+    running.num_output_tokens = 1
+    for request in (running, following):
+        request.lora_request = lora
+        given.changes.adapters.identity(request)
+        given.changes.scheduled()
+    (tmp_path / "adapter_config.json").write_text("{ }")
+    given.changes.ended(running)
+    following.num_output_tokens = 1
+    given.changes.ended(following)
+    assert "LoRA adapter 'a' was replaced" in given.side.outdated[0][1]
+
+
 def test_a_reset_ends_what_is_on_its_way_and_leaves_what_runs(given: Any):
     given.changes.ended(given.requests["waiting"])
     given.changes.reset()

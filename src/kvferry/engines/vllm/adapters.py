@@ -60,7 +60,8 @@ class Adapters:
         self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
         self._texts: dict[str, str] = {}  # by name, as vLLM's prefix cache knows them
         self._unscheduled: set[int] = set()  # of those, by number, what no step loads yet
-        self._unproved: dict[int, _Adapter] = {}  # what steps load of which nobody knows that they are over
+        # What steps load of which nobody knows that they are over, and whose these are.
+        self._unproved: dict[int, tuple[str, _Adapter]] = {}
         # At the files of adapters, by the request that needs them.
         self._looks: FoundAside[_Adapter] = FoundAside("kvferry-vllm-adapters")
 
@@ -115,7 +116,7 @@ class Adapters:
         self._looks.forget(request.request_id)
         if lora.load_inplace or lora.lora_int_id in self._unscheduled:
             self._unscheduled.discard(lora.lora_int_id)
-            self._unproved[lora.lora_int_id] = found
+            self._unproved[lora.lora_int_id] = request.request_id, found
         return found
 
     def ended(self, request: str) -> None:
@@ -127,10 +128,17 @@ class Adapters:
         """Whether nothing is being loaded that is to be looked at once more."""
         return not self._unproved
 
-    def computed(self, lora: Any) -> None:
-        """Takes that a request with an adapter has been computed, so that vLLM has loaded it by now."""
-        seen = self._unproved.pop(lora.lora_int_id, None)
-        if seen is None or seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
+    def computed(self, request: Any) -> None:
+        """Takes that a request with an adapter has been computed, so that vLLM has loaded it by now.
+
+        Of what another request's step loads in place that says nothing.
+        """
+        lora = request.lora_request
+        loader, seen = self._unproved.get(lora.lora_int_id, ("", None))
+        if seen is None or loader != request.request_id:
+            return
+        del self._unproved[lora.lora_int_id]
+        if seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
             return
         if _is_downloaded(lora.lora_path, seen.files):
             self._adopt(lora, _read(lora, None, may_be_named=False))

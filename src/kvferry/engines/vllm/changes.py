@@ -130,7 +130,8 @@ class Changes:
         """Takes that another step is about to run."""
         if not self.adapters.are_proved:
             for request in self._requests.values():
-                self._computed(request)
+                if request.num_output_tokens:
+                    self._computed(request)
         for each in self._beside:
             each.computed()
 
@@ -144,9 +145,9 @@ class Changes:
         self._conditions.ended(request.request_id)
 
     def _computed(self, request: Any) -> None:
-        """Has the adapter of a request looked at once more if a step has loaded it."""
-        if request.lora_request is not None and request.num_output_tokens:
-            self.adapters.computed(request.lora_request)
+        """Has the adapter of a request looked at once more: a step has loaded it, or none will."""
+        if request.lora_request is not None:
+            self.adapters.computed(request)
 
     def reset(self) -> None:
         """Ends what is on its way, as vLLM asks where it resets caches."""
