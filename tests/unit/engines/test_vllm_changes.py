@@ -123,6 +123,10 @@ def core_class() -> Any:
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             self.done.append(request.request_id)
 
+        def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+            self.done.append(f"reset {reset_running_requests} {reset_connector}")
+            return True
+
         def add_lora(self, lora_request: Any) -> bool:
             self.loras.append(lora_request)
             return True
@@ -368,6 +372,17 @@ def test_weights_that_a_trainer_changed_unasked_are_found_when_they_are_named(gi
     assert sorted(names) == ["running", "waiting"]
     assert "weights were replaced" in reason
     assert given.weights.text == "named step-1"
+
+
+def test_weights_that_a_trainer_changed_unasked_are_found_when_caches_are_reset(given: Any):
+    """As trainers do that share a process with the engine, and call nothing else of it."""
+    assert given.core.reset_prefix_cache()
+    assert given.side.outdated == given.evicted == []
+    given.core.model_executor.sums = {"w": 2}
+    assert given.core.reset_prefix_cache(True, reset_connector=True)
+    assert given.core.done == ["reset False False", "reset True True"]
+    assert given.evicted == [{0, 1, 2}]
+    assert given.weights.text.startswith("content ")
 
 
 def test_a_name_alone_ends_nothing(given: Any):

@@ -293,6 +293,7 @@ def watch(core: Any, executor: Any) -> None:
     _around(core, "add_request", _add_request)
     _around(core, "collective_rpc", _collective_rpc)
     _around(core, "set_weight_version", _set_weight_version)
+    _around(core, "reset_prefix_cache", _reset_prefix_cache)
     _around(core, "add_lora", _add_lora)
     _around(core, "remove_lora", _remove_lora)
     _around(core, "sleep", _sleep)
@@ -374,6 +375,15 @@ def _started(changes: Changes, executor: Any) -> None:
 def _set_weight_version(changes: Changes, core: Any, original: Callable[..., Any], weight_version: str) -> None:
     original(weight_version)
     changes.named(weight_version, _look_at(core))
+
+
+def _reset_prefix_cache(
+    changes: Changes, core: Any, original: Callable[..., bool], *arguments: Any, **named: Any
+) -> bool:
+    try:
+        return original(*arguments, **named)
+    finally:
+        changes.awake(_look_at(core))  # trainers in the engine's own process ask for nothing else
 
 
 def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_request: Any) -> Any:
