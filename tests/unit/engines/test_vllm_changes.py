@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.changes import Changes, watch
 from kvferry.engines.vllm.encoded import drop_encoded
 from kvferry.engines.vllm.identity import Conditions
@@ -122,6 +123,9 @@ def core_class() -> Any:
 
         def add_request(self, request: Any, request_wave: int = 0) -> None:
             self.done.append(request.request_id)
+
+        def list_loras(self) -> set[int]:
+            return {each.lora_int_id for each in self.loras}
 
         def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
             self.done.append(f"reset {reset_running_requests} {reset_connector}")
@@ -413,6 +417,31 @@ def test_an_adapter_that_is_loaded_in_place_ends_what_it_has_computed(given: Any
     assert "LoRA adapter 'a' was replaced" in reason
     assert len(given.core.loras) == 3
     assert len(given.evicted) == 1
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_an_adapter_that_vllm_has_dropped_with_weights_is_what_its_next_request_loads(
+    given: Any, is_used: bool, tmp_path: Any
+):
+    """Unless one that goes on has loaded it already, when nobody looked."""
+    (tmp_path / "adapter_model.bin").write_bytes(b"1")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
+    first, second = Request("first"), Request("second")
+    first.lora_request = second.lora_request = lora
+    given.core.add_lora(lora)
+    given.changes.ended(given.requests["running"])
+    if is_used:
+        given.changes.came_in(first)
+    given.core.collective_rpc("get_statistics")
+    (tmp_path / "adapter_model.bin").write_bytes(b"22")
+    adapters = given.changes.adapters
+    assert adapters.identity(first).startswith("unknown "), "vLLM has it"
+    given.core.loras.clear()
+    given.core.collective_rpc("reload_weights")
+    is_known = adapters.identity(second) == Adapters().identity(second)
+    assert is_known != is_used
+    assert adapters.are_proved == is_used, "a step loads it"
 
 
 def test_an_adapter_whose_files_were_written_while_a_step_loaded_it_ends_what_that_has_computed(

@@ -10,7 +10,7 @@ What a request's own step loads is looked at twice more: when it is scheduled, a
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -168,6 +168,17 @@ class Adapters:
         """Takes that vLLM was told to drop an adapter."""
         self._loaded.pop(number, None)
         self._looks.forget_all()
+
+    def kept(self, listed: Callable[[], Collection[int]], used: Collection[int]) -> None:
+        """Takes which adapters vLLM still has: it drops them where weights are replaced, and loads them anew.
+
+        Args:
+            listed: returns their numbers.
+            used: those of requests that may load them, of which nobody would know.
+        """
+        known = self._loaded.keys() - self._unscheduled.union(used)
+        for number in known.difference(listed()) if known else ():
+            self.unloaded(number)
 
     def _look(self, request: Any, lora: Any) -> Future[_Adapter]:
         loaded = self._loaded.get(lora.lora_int_id)

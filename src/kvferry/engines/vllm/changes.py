@@ -219,6 +219,15 @@ class Changes:
         self.awake(look)
         self._conditions.weights.named(version)
 
+    def looked_for_adapters(self, listed: Callable[[], set[int]]) -> None:
+        """Looks which adapters vLLM still has.
+
+        Args:
+            listed: returns their numbers.
+        """
+        used = {each.lora_request.lora_int_id for each in self._requests.values() if each.lora_request}
+        self.adapters.kept(listed, used)
+
     def _look(self, look: Callable[[], str]) -> bool:
         """Looks at the weights. Returns whether they have changed."""
         try:
@@ -354,7 +363,9 @@ def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: 
 def _collective_rpc(
     changes: Changes, core: Any, original: Callable[..., Any], method: Any, *more: Any, **named: Any
 ) -> Any:
-    return changes.asked(method, lambda: original(method, *more, **named), _look_at(core))
+    result = changes.asked(method, lambda: original(method, *more, **named), _look_at(core))
+    changes.looked_for_adapters(core.list_loras)
+    return result
 
 
 def _look_at(core: Any) -> Callable[[], str]:

@@ -349,6 +349,7 @@ def _changes() -> Iterator[Line]:
     }.items():
         yield Signature(f"{_CORE}.{name}", f"self, {parameters}", needed_for)
     yield Call(f"{_CORE}.reset_prefix_cache", 1, (), needed_for)
+    yield Call(f"{_CORE}.list_loras", 1, (), needed_for)
     yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler", "init_kv_output_aggregator"), needed_for)
     yield Signature("vllm.v1.executor.abstract:Executor.init_kv_output_aggregator", "self, connector", needed_for)
     yield Mentions(
