@@ -1042,9 +1042,10 @@ class TestConditions:
         known.append("r")
         assert scheduler.side.tokens_elsewhere(request, 0) == (12 if request_of is decode_request else 0)
 
+    @pytest.mark.parametrize("params", [None, {"do_remote_decode": False}, {"do_remote_decode": True, ROOM: -1}])
     @pytest.mark.parametrize("waits", [True, False])
     def test_an_adapter_that_a_request_has_loaded_which_is_not_exchanged_is_what_it_was_then(
-        self, waits: bool, tmp_path: Path
+        self, waits: bool, params: dict[str, Any] | None, tmp_path: Path
     ):
         """vLLM loads it with the first request that has it, whatever request that is, and then has it."""
         known = DependsOn()
@@ -1060,7 +1061,7 @@ class TestConditions:
             return scheduler.side.tokens_elsewhere(request, 0) is not None
 
         lora = SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), load_inplace=False)
-        plain, asked = Request("plain", 13), prefill_request(13)
+        plain, asked = Request("plain", 13, params), prefill_request(13)
         plain.lora_request = asked.lora_request = lora  # type: ignore[attr-defined]
         write(b"1")
         scheduler.side.came_in(plain)

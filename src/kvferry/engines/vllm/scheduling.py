@@ -223,23 +223,26 @@ class SchedulerSide:
         return tokens if self._can_copy(fetch, request, tokens) else 0
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
-        """Takes the blocks that were allocated for a request; begins to fetch it, or to send it.
+        """Takes the blocks that were allocated for a request, which is exchanged from now on, or computed here.
 
         Args:
             request: the request.
             blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
-        name = request.request_id
         self._held.served()
-        if not request.kv_transfer_params:
+        if not self._exchanges(request, blocks, tokens) and not request.num_computed_tokens:
             self._computed_here(request)
+
+    def _exchanges(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> bool:
+        """Begins to fetch a request, or to send it. Returns whether it is exchanged."""
+        name = request.request_id
         try:
             params = self._receive_parameters(request)
             if params is not None:
                 _settled(request)
                 self._fetch(params, request, blocks, tokens)
-                return
+                return True
             sending = (
                 send_parameters(request.kv_transfer_params)
                 if self._may_send and name not in self._sending and name not in self._mixed
@@ -248,13 +251,15 @@ class SchedulerSide:
         except UsageError as error:
             log.error("request %s is not transferred: %s", name, error)
             self.log.not_sent()
-            return
-        if sending is not None and self._sent_tokens(request):
-            if self._has_state and not _is_shortened(request):
-                log.error("request %s is not sent: its recurrent state is that of tokens that are not sent", name)
-                self.log.not_sent()
-                return
-            self._begin_to_send(sending, request)
+            return False
+        if sending is None or not self._sent_tokens(request):
+            return False
+        if self._has_state and not _is_shortened(request):
+            log.error("request %s is not sent: its recurrent state is that of tokens that are not sent", name)
+            self.log.not_sent()
+            return False
+        self._begin_to_send(sending, request)
+        return True
 
     def _receive_parameters(self, request: Request) -> ReceiveParameters | None:
         return receive_parameters(request.kv_transfer_params) if self._may_receive else None
