@@ -1033,8 +1033,22 @@ CATALOGUE = (
     PlantedFault(
         "SGLang's weights are whole while they are replaced piece by piece",
         "engines/sglang/weights.py",
-        "self.are_unknown(_HALF_WAY)",
-        "pass",
+        "self._unknown, False\n        self.are_unknown(_HALF_WAY)",
+        "self._unknown, False",
+        "tests/unit/engines/test_sglang_weights.py",
+    ),
+    PlantedFault(
+        "a name makes SGLang's weights whole of which an update has failed",
+        "engines/sglang/weights.py",
+        "if self._session is None and not self._are_of_files and not self._unknown:",
+        "if self._session is None and not self._are_of_files:",
+        "tests/unit/engines/test_sglang_weights.py",
+    ),
+    PlantedFault(
+        "what SGLang's sessions hold of the weights before an update is of the new ones",
+        "engines/sglang/weights.py",
+        "if is_kept or (",
+        "if (",
         "tests/unit/engines/test_sglang_weights.py",
     ),
     PlantedFault(
@@ -1752,8 +1766,29 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what was sent when it was scheduled stays sent after a preemption",
         "engines/vllm/scheduling.py",
-        "                sending.is_complete = False\n                self.unfinished[name] = sending\n",
+        "                sending.is_complete = False\n",
         "",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: what is outdated leaves again once it is computed again after a preemption",
+        "engines/vllm/scheduling.py",
+        "if not sending.is_outdated:",
+        "if sending:",
+        "tests/unit/engines/test_vllm_scheduling.py",
+    ),
+    PlantedFault(
+        "vLLM: what old weights made of an image goes into the cache of the new ones",
+        "engines/vllm/changes.py",
+        "            self._encoded.outdate(adapter)\n",
+        "            pass\n",
+        "tests/unit/engines/test_vllm_changes.py",
+    ),
+    PlantedFault(
+        "vLLM: what loads an adapter for requests that are not exchanged is not known",
+        "engines/vllm/scheduling.py",
+        "            self._computed_here(request)\n",
+        "            pass\n",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
@@ -1822,8 +1857,8 @@ CATALOGUE = (
     PlantedFault(
         "an adapter is what was read of it, whatever a step has loaded in vLLM",
         "engines/vllm/adapters.py",
-        "        seen = self._unproved.pop(lora.lora_int_id, None)\n",
-        "        seen = None\n",
+        "        if seen is None or loader != request.request_id:\n",
+        "        if True:\n",
         "tests/unit/engines/test_vllm_adapters.py",
     ),
     PlantedFault(
