@@ -1033,15 +1033,15 @@ CATALOGUE = (
     PlantedFault(
         "SGLang's weights are whole while they are replaced piece by piece",
         "engines/sglang/weights.py",
-        "self._unknown, False\n        self.are_unknown(_HALF_WAY)",
-        "self._unknown, False",
+        '(_HALF_WAY if self._session is not None else "", *self._doubts.values())',
+        "self._doubts.values()",
         "tests/unit/engines/test_sglang_weights.py",
     ),
     PlantedFault(
         "a name makes SGLang's weights whole of which an update has failed",
         "engines/sglang/weights.py",
-        "if self._session is None and not self._are_of_files and not self._unknown:",
-        "if self._session is None and not self._are_of_files:",
+        "not are_of_files and not self._doubts[_UPDATE]:",
+        "not are_of_files:",
         "tests/unit/engines/test_sglang_weights.py",
     ),
     PlantedFault(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvferry.engines.fingerprint import short_text
@@ -25,12 +26,35 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 _HALF_WAY = "are being replaced"
+_FAILED = "an update has failed"
+_VERSION = "weight_version "
 _NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
 """What SGLang says of an update that is whole but for this."""
+
+_UPDATE, _START, _FLUSH = "update", "start", "flush"
+"""What ends a doubt: the next update that is whole, the server's next start, a flush."""
+
+
+@dataclass(slots=True)
+class _Session:
+    """An update that comes piece by piece.
+
+    Attributes:
+        versions: what its pieces so far are called.
+        has_drafts: whether some are a draft model's. It may share weights with the model, but no name.
+        is_broken: whether some are missing.
+    """
+
+    versions: list[str | None] = field(default_factory=list)
+    has_drafts: bool = False
+    is_broken: bool = False
 
 
 class Weights:
     """What a rank says of its weights. For its scheduler's thread.
+
+    They are called by what came last, and how often they were replaced without a name since. In doubt, and while a
+    session is open, they are nobody else's.
 
     Attributes:
         is_changing: whether an update is under way, in which a flush says nothing yet of what they will be.
@@ -44,75 +68,80 @@ class Weights:
         Args:
             said: identifies them, by their files.
         """
-        self._base, self._changes, self._are_of_files = said, 0, True
-        self._unknown = self._cached = self._stored = ""
+        self._name, self._changes = said, 0
+        self._doubts = dict.fromkeys((_UPDATE, _START, _FLUSH), "")
+        self._own = secrets.token_hex(4)  # no other server's
+        self._session: _Session | None = None
         self.is_changing = self.was_flushed = self.were_replaced = False
-        self._session: list[str | None] | None = None
-        self._has_drafts, self._earlier = False, ""  # in a session: whether drafts came, and what was unknown before
 
     @property
     def said(self) -> str:
         """Identifies them, to compare them with others."""
-        if nobodys := self._unknown or self._stored or self._cached:
-            return nobodys
-        return short_text(f"{self._base}, replaced in place {self._changes} times" if self._changes else self._base)
+        doubts = (_HALF_WAY if self._session is not None else "", *self._doubts.values())
+        if doubt := next(filter(None, doubts), ""):
+            return f"{doubt} ({self._own})"
+        return short_text(f"{self._name}, replaced in place {self._changes} times" if self._changes else self._name)
 
     def came_from(self, files: str) -> None:
         """They are those of files, by what identifies these, and of what a session that is open adds to them."""
-        self._base, self._changes, self._are_of_files, self._unknown = files, 0, True, ""
+        self._name, self._changes, self._doubts[_UPDATE] = files, 0, ""
         if self._session is not None:
-            self._session.clear()
-            self.are_unknown(_HALF_WAY)
+            self._session = _Session()
 
     def came(self, version: str | None) -> None:
         """They were replaced by others, which are in no file; the version is None where they have no name."""
         if self._session is not None:
-            self._session.append(version)
-        elif version is None:
-            self._changes, self._are_of_files, self._unknown = self._changes + 1, False, ""
+            self._session.versions.append(version)
+            return
+        self._doubts[_UPDATE] = ""
+        if version is None:
+            self._changes += 1
         else:
-            self._base, self._changes, self._are_of_files, self._unknown = f"weight_version {version}", 0, False, ""
+            self._name, self._changes = f"{_VERSION}{version}", 0
 
     def drafts_came(self) -> None:
-        """Those of a draft model were replaced, within a session. It may share some with the model, but no name."""
-        self._has_drafts = True
+        """Those of a draft model were replaced, within a session."""
+        if self._session is not None:
+            self._session.has_drafts = True
 
     def are_named(self, version: str) -> None:
         """An operator names them. What is in files is known better by these, and what is unknown stays so."""
-        if self._session is None and not self._are_of_files and not self._unknown:
+        are_of_files = not self._changes and not self._name.startswith(_VERSION)
+        if self._session is None and not are_of_files and not self._doubts[_UPDATE]:
             self.came(version)
 
     def are_unknown(self, why: str) -> None:
-        """They are no other server's, whatever that has: an update has failed, or is under way."""
-        self._unknown = f"{why} ({secrets.token_hex(4)})"
+        """They are no other server's, whatever that has, until an update is whole."""
+        self._doubts[_UPDATE] = why
+        if self._session is not None:
+            self._session.is_broken = True
 
     def cache_stays(self) -> None:
         """Requests may be answered from what those before have computed."""
-        self._cached = f"the prefix cache is of those before: flush it ({secrets.token_hex(4)})"
+        self._doubts[_FLUSH] = "the prefix cache is of those before: flush it"
 
     def store_stays(self) -> None:
         """Requests may find what those before have computed in a store that no flush empties."""
-        self._stored = (
+        self._doubts[_START] = (
             "what --hicache-storage-backend, a linker or LMCache stores is of those before: empty it, and start the "
-            f"server again ({secrets.token_hex(4)})"
+            "server again"
         )
 
     def cache_is_flushed(self) -> None:
         """All that is cached from now on is theirs."""
-        self._cached, self.was_flushed = "", True
+        self._doubts[_FLUSH], self.was_flushed = "", True
 
     def session_begins(self) -> None:
         """They are replaced piece by piece from now on."""
-        self._session, self._has_drafts, self._earlier, self.was_flushed = [], False, self._unknown, False
-        self.are_unknown(_HALF_WAY)
+        self._session, self.was_flushed = _Session(), False
 
     def session_ends(self) -> None:
-        """They are whole again: all pieces have come, or another process has written them."""
-        pieces, self._session = self._session or [], None
-        if self._unknown.startswith(_HALF_WAY):
-            self.came(next((each for each in reversed(pieces) if each is not None), None))
-            if self._has_drafts and not pieces:
-                self._unknown = self._earlier
+        """All pieces have come, or another process has written them."""
+        session, self._session = self._session or _Session(), None
+        if session.is_broken or (session.has_drafts and not session.versions):
+            self._changes += 1  # without a name, and what is unknown stays so
+        else:
+            self.came(next((each for each in reversed(session.versions) if each is not None), None))
 
 
 # ---- hooks on SGLang's SchedulerWeightUpdaterManager ----------------------------------------------------------------
@@ -130,7 +159,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
     try:
         result = original(updater, request)
     except BaseException:
-        _renew(manager, lambda: weights.are_unknown("an update has failed"))
+        _renew(manager, lambda: weights.are_unknown(_FAILED))
         raise
     finally:
         weights.is_changing = False
@@ -143,7 +172,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
             else result.message.startswith("Failed to get ") and updater.draft_worker is None
         )
         if not is_untouched:
-            _renew(manager, lambda: weights.are_unknown("an update has failed"))
+            _renew(manager, lambda: weights.are_unknown(_FAILED))
         return result
     if path is not None:
         files = _read(request)
