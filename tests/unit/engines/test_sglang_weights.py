@@ -252,6 +252,22 @@ def test_weights_are_unknown_after_an_update_that_failed_until_the_next_one(how:
     assert one.said == other.said
 
 
+@pytest.mark.parametrize("how", ["pieces", "a checkpoint engine"])
+def test_an_update_without_a_name_that_failed_counts_as_one(how: str):
+    """Before, a server that it failed on agreed, after the next one, with a server that has only the failed one's."""
+
+    def update(server: Server, **more: Any) -> None:
+        server.pieces(None, **more) if how == "pieces" else server.update(**more)
+
+    missed, earlier = Server(), Server()
+    update(missed, success=False, message="out of memory")
+    update(earlier)
+    update(missed)
+    assert missed.said != earlier.said
+    update(earlier)
+    assert missed.said == earlier.said
+
+
 def test_an_update_that_raises_leaves_unknown_weights():
     server = Server()
 

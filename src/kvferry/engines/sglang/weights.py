@@ -116,6 +116,12 @@ class Weights:
         if self._session is not None:
             self._session.is_broken = True
 
+    def update_failed(self) -> None:
+        """They are unknown, and those of the next update are not the ones that this should have brought."""
+        self.are_unknown(_FAILED)
+        if self._session is None:
+            self._changes += 1
+
     def cache_stays(self) -> None:
         """Requests may be answered from what those before have computed."""
         self._doubts[_FLUSH] = "the prefix cache is of those before: flush it"
@@ -159,7 +165,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
     try:
         result = original(updater, request)
     except BaseException:
-        _renew(manager, lambda: weights.are_unknown(_FAILED))
+        _renew(manager, weights.update_failed)
         raise
     finally:
         weights.is_changing = False
@@ -172,7 +178,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
             else result.message.startswith("Failed to get ") and updater.draft_worker is None
         )
         if not is_untouched:
-            _renew(manager, lambda: weights.are_unknown(_FAILED))
+            _renew(manager, weights.update_failed)
         return result
     if path is not None:
         files = _read(request)
