@@ -88,7 +88,8 @@ def short_text(value: object) -> str:
     shown = "".join(each if each.isprintable() else "?" for each in text)
     if shown == text and len(text) <= LONGEST_VALUE:
         return text
-    return f"{shown[: LONGEST_VALUE // 2]}... ({len(text)} characters, {_digest(text.encode()).hex()})"
+    digest = _digest(text.encode(errors="surrogatepass")).hex()
+    return f"{shown[: LONGEST_VALUE // 2]}... ({len(text)} characters, {digest})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -178,6 +178,15 @@ def test_two_servers_agree_where_they_were_updated_alike_and_nowhere_else(way: s
     assert said not in {updated(other).said for other in WAYS.keys() - {way}}
 
 
+def test_a_version_may_be_any_text():
+    """Before, half of a character that takes two in UTF-16, as JSON can have it, ended the scheduler."""
+    one, other, third = Server(), Server(), Server()
+    for server, version in ((one, "\ud800"), (other, "\ud800"), (third, "\ud801")):
+        server.pieces(version)
+    assert one.said == other.said != third.said
+    one.said.encode()
+
+
 def test_a_name_or_a_flush_that_changes_nothing_ends_no_rooms():
     server = Server()
     server.pieces("7")
