@@ -61,6 +61,16 @@ def test_memory_goes_and_comes_back(pair: Pair, monkeypatch: pytest.MonkeyPatch,
         Request(pair, room).run()
 
 
+def test_a_role_is_not_left_while_memory_is_away(pair: Pair):
+    """SGLang asks before it ends anything. The next role's manager would register memory that is not there."""
+    pair.begin(Model())
+    managers = (*pair.prefill.managers, *pair.decode.managers)
+    for change, may_switch in ((release, False), (resume, True)):
+        change(*managers)
+        assert [each.supports_role_switch for each in managers] == [may_switch, may_switch]
+    Request(pair, 1).run()
+
+
 def test_what_is_released_is_registered_nowhere(pair: Pair):
     pair.begin(Model())
     Request(pair, 1).run()

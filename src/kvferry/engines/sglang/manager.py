@@ -72,7 +72,6 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     """
 
     supports_deferred_decode_kv_release = True
-    supports_role_switch = True
     supports_host_destination = False  # but for ranks that have host pools
 
     def __init__(
@@ -155,6 +154,13 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.is_released = True
         self._close_endpoints()
         self._receivers.clear()
+
+    @property
+    def supports_role_switch(self) -> bool:
+        """Whether SGLang may make a manager for the other role, which registers the memory of the caches at once."""
+        if self.is_released:
+            log.error("no role is switched while the caches' memory is given away: /resume_memory_occupation first")
+        return not self.is_released
 
     def renew_weights(self) -> None:
         """Says to peers what the weights are by now. What is on its way fails on both sides.
