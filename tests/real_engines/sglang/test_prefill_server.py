@@ -45,6 +45,17 @@ def test_what_is_not_understood_is_a_problem_of_that_server(monkeypatch: pytest.
         described("prefill:8998")
 
 
+@pytest.mark.parametrize("ranks", [0, -1, 10**9, "many"])
+@pytest.mark.parametrize("field", ["attn_tp_size", "attn_cp_size", "dp_size", "pp_size"])
+def test_numbers_of_ranks_that_no_server_has_are_a_problem_of_that_server(
+    monkeypatch: pytest.MonkeyPatch, field: str, ranks: object
+):
+    """Before, no data-parallel ranks ended the decode rank: SGLang divides by them. So did a list of so many ranks."""
+    answers(monkeypatch, SAID | {field: ranks})
+    with pytest.raises(RegistryError, match="says of its server is not understood"):
+        described("prefill:8998")
+
+
 @pytest.mark.parametrize(
     ("variables", "listens_at"),
     [

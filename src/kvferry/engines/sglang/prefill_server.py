@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -17,6 +18,7 @@ from kvferry.engines.sglang.look_ups import LookUps
 from kvferry.errors import IncompatiblePeerError, RegistryError, RegistryUnreachableError, UsageError, quoted
 
 _ANY_RANK = "prefill_dp_rank=-1&prefill_cp_rank=-1&target_tp_rank=-1&target_pp_rank=-1"
+_MOST_RANKS = 4096
 _ANSWER = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -58,10 +60,14 @@ def described(bootstrap_address: str) -> PrefillServerInfo:
         )
     try:
         told = _ANSWER.decode(answer.body)
-        return PrefillServerInfo(
+        info = PrefillServerInfo(
             **{each.name: told[each.name] for each in fields(PrefillServerInfo) if each.name in told}
         )
-    except (msgspec.MsgspecError, TypeError) as error:
+        ranks = (info.attn_tp_size, info.attn_cp_size, info.dp_size, info.pp_size)
+        if min(ranks) < 1 or math.prod(ranks) > _MOST_RANKS:
+            raise ValueError(f"it has {' x '.join(map(str, ranks))} ranks")
+        return info
+    except (msgspec.MsgspecError, TypeError, ValueError, OverflowError) as error:
         problem = quoted(error)
         raise RegistryError(
             f"what the bootstrap server at {bootstrap_address} says of its server is not understood: {problem}; is it "
