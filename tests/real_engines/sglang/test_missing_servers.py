@@ -9,6 +9,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,10 +19,11 @@ from typing import Any
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
 from sglang.srt.disaggregation.common.conn import KVTransferError
 from sglang.srt.disaggregation.decode import DecodePreallocQueue
 from tests.real_engines.sglang.crossings import Members, Request
-from tests.real_engines.sglang.ranks import PREFILL, Model, Rank
+from tests.real_engines.sglang.ranks import PREFILL, Model, Rank, plug_in
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
 from tests.support.waiting import eventually
 
@@ -272,8 +275,10 @@ def test_addresses_that_requests_name_are_not_kept(pair: Pair):
     pair.begin(Model())
     (manager,) = pair.decode.managers
     queue = SimpleNamespace(kv_manager=manager, _ensure_retry_count={}, _ensure_last_attempt_time={})
+    queue.prefetch_prefill_dp_rank_queries, queue._prefill_dp_rank_queries = lambda: None, {}
+    queue._resolve_prefill_dp_rank = lambda _: 0
     take_over(queue)
-    waiting = object()
+    waiting = SimpleNamespace(req=None)
     for _ in range(2):
         for port in range(1, 100):
             ready, left = DecodePreallocQueue._ensure_prefill_info(queue, {f"127.0.0.1:{port}": [waiting]})
@@ -282,3 +287,87 @@ def test_addresses_that_requests_name_are_not_kept(pair: Pair):
     assert not queue._ensure_last_attempt_time
     found = {pair.address: [waiting]}
     eventually("found", lambda: DecodePreallocQueue._ensure_prefill_info(queue, found) == (found, []))
+
+
+# ---- servers that do not say which of their data-parallel ranks has a request ----------------------------------------
+
+
+class Queue(DecodePreallocQueue):  # type: ignore[misc]
+    """SGLang's, of requests to a server that is found, and whose data-parallel ranks are asked for."""
+
+    def __init__(self, pool: ThreadPoolExecutor, *rooms: int) -> None:
+        info = SimpleNamespace(dp_size=2, follow_bootstrap_room=False)
+        self.kv_manager = SimpleNamespace(
+            prefill_info_table={"server:1": info},
+            try_ensure_parallel_info=lambda _: True,
+            _ensure_prefill_recompute_executor=lambda: pool,
+        )
+        take_over(self)
+        self._prefill_dp_rank_queries: dict[str, Any] = {}
+        self.pending_reqs = [self.request(room) for room in rooms]
+        self.ranks: dict[int, int] = {}
+
+    def request(self, room: int) -> Any:
+        named = {"bootstrap_host": "server", "bootstrap_port": 1, "disagg_prefill_dp_rank": None}
+        return SimpleNamespace(req=SimpleNamespace(bootstrap_room=room, **named))
+
+    def _init_receiver(self, decode_req: Any, prefill_dp_rank: int) -> None:
+        self.ranks[decode_req.req.bootstrap_room] = prefill_dp_rank
+
+    def turn(self) -> None:
+        began = time.monotonic()
+        self._resolve_pending_reqs()
+        assert time.monotonic() - began < 2.0, "the scheduler waited"
+
+    def has(self, ranks: dict[int, int]) -> bool:
+        self.turn()
+        return self.ranks == ranks
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """What stands for a server's answers: None until there is one."""
+    plug_in()
+    stand = SimpleNamespace(answer=threading.Event(), said={"1": 0, "2": 1, "3": 1}, pool=ThreadPoolExecutor(2))
+
+    def query(_: str, rooms: list[int]) -> Any:
+        stand.answer.wait(5.0)
+        if not isinstance(stand.said, dict):
+            return stand.said
+        return {str(room): stand.said[str(room)] for room in rooms}
+
+    monkeypatch.setattr(conn.CommonKVReceiver, "query_prefill_dp_ranks", staticmethod(query))
+    yield stand
+    stand.answer.set()
+    stand.pool.shutdown()
+
+
+def test_a_server_that_does_not_say_which_rank_has_a_request_holds_up_no_other(asked: SimpleNamespace):
+    """Before, the scheduler waited for it: 5 s with each turn."""
+    queue = Queue(asked.pool, 1)
+    queue.turn()
+    queue.pending_reqs.append(queue.request(2))
+    queue.turn()
+    gone = queue.pending_reqs.pop(0)
+    queue.turn()
+    queue.pending_reqs.insert(0, gone)
+    queue.pending_reqs.append(queue.request(3))
+    assert not queue.ranks
+    asked.answer.set()
+    eventually("each has its rank", queue.has, {1: 0, 2: 1, 3: 1})
+    assert not queue.pending_reqs
+
+
+@pytest.mark.parametrize("said", [[1, 2], "none", {"1": "many"}, {"1": None}, 7])
+def test_an_answer_that_is_none_leaves_its_requests_waiting(asked: SimpleNamespace, said: object):
+    """Before, it ended the scheduler."""
+    asked.said = said
+    asked.answer.set()
+    queue = Queue(asked.pool, 1)
+    for _ in range(20):
+        queue.turn()
+        queue.prefetch_prefill_dp_rank_queries()
+        for _, answer in queue._prefill_dp_rank_queries.values():
+            wait_for([answer])
+    assert not queue.ranks
+    assert len(queue.pending_reqs) == 1

@@ -30,6 +30,7 @@ from kvferry.engines.sglang.names import (
     KV_CLASS,
     MEMORY_RELEASED,
     PREFILL_MANAGER,
+    SERVERS_KNOWN,
     STAGE_ADMITS,
     STAGE_TAKES,
     STAGES_ENDED,
@@ -51,7 +52,7 @@ MANAGERS = [PREFILL_MANAGER, DECODE_MANAGER]
 WEIGHTS = [*UPDATES, UPDATE_BEGINS, UPDATE_ENDS, MEMORY_RELEASED, WEIGHTS_CHECKED, WEIGHTS_NAMED]
 WEIGHTS += [CACHE_FLUSHED, STORE_ATTACHED]
 STAGES = [STAGES_ENDED, STAGE_TAKES, STAGE_ADMITS]
-REQUESTS = [TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, BEFORE_STEP]
+REQUESTS = [TRANSFER_QUEUE, CREATE_SENDER, CREATE_RECEIVER, SERVERS_KNOWN, BEFORE_STEP]
 ADAPTERS = [ADAPTER_LOADED, ADAPTER_OF_TENSORS]
 ALL = [BACKENDS, KV_CLASS, *MANAGERS, STATE_ARGS, *REQUESTS, *STAGES, *WEIGHTS, *ADAPTERS]
 
@@ -150,6 +151,8 @@ class FakeSGLang:
                 return True
 
             def _create_receiver_and_enqueue(self, req: Any, is_rebootstrap: bool = False) -> None: ...
+
+            def _ensure_prefill_info(self, addr_to_reqs: Any) -> None: ...
 
         return Queue
 

@@ -25,6 +25,7 @@ from kvferry.engines.sglang.names import (
     MEMORY_RELEASED,
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
+    SERVERS_KNOWN,
     STAGE_ADMITS,
     STAGE_TAKES,
     STAGES_ENDED,
@@ -311,8 +312,19 @@ _RECEIVER: tuple[Line, ...] = (
     Members(f"{_BASE}:KVTransferDestination", {"DEVICE": "device"}, "other destinations are refused"),
     Signature(where(CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"),
     Mentions(where(CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
+    Signature(where(SERVERS_KNOWN), "self, addr_to_reqs", "our hook on it keeps requests back"),
     Mentions(
-        f"{_DECODE}:DecodePreallocQueue._ensure_prefill_info",
+        f"{_DECODE}:DecodePreallocQueue._resolve_pending_reqs",
+        ("_ensure_prefill_info", "_resolve_prefill_dp_rank", "_prefill_dp_rank_queries", "bootstrap_room", "result"),
+        "SGLang waits there for what our hook has seen to be answered, and for nothing else",
+    ),
+    Mentions(
+        f"{_DECODE}:DecodePreallocQueue.prefetch_prefill_dp_rank_queries",
+        ("_prefill_dp_rank_queries", "pending_reqs", "submit", "query_prefill_dp_ranks"),
+        "it asks in the background",
+    ),
+    Mentions(
+        where(SERVERS_KNOWN),
         ("_ensure_retry_interval", "_max_ensure_retries", "try_ensure_parallel_info"),
         "requests wait for the look-up of their server for as long as we say",
     ),

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +54,49 @@ class _Nothing(dict[str, Any]):
 
     def __setitem__(self, address: str, noted: Any) -> None:
         """Leaves it out."""
+
+
+def hold_unanswered(original: Callable[..., Any], queue: Any, waiting: dict[str, list[Any]]) -> Any:
+    """Keeps requests back until their servers have said, in the background, which data-parallel ranks have them.
+
+    SGLang asks so before its turn, and then waits for the answer, or for another where requests came or went meanwhile.
+    Around `_ensure_prefill_info`, which says whose servers are known, and who waits.
+
+    Args:
+        queue: a DecodePreallocQueue.
+        waiting: its requests, by their servers' addresses.
+    """
+    ready, held = original(queue, waiting)
+    if not isinstance(queue._ensure_retry_count, _Nothing):  # another backend's
+        return ready, held
+    queue.prefetch_prefill_dp_rank_queries()
+    questions = queue._prefill_dp_rank_queries
+    for address, requests in list(ready.items()):
+        asking = [each for each in requests if queue._resolve_prefill_dp_rank(each.req) is None]
+        rooms, answer = questions.get(address, ((), None))
+        if not asking:
+            continue
+        kept = requests
+        if answer is not None and answer.done():
+            if rooms == tuple(each.req.bootstrap_room for each in asking[: len(rooms)]):
+                questions[address] = rooms, _understood(answer)
+                kept = asking[len(rooms) :]
+            else:
+                del questions[address]
+        held.extend(kept)
+        others = {id(each) for each in kept}
+        ready[address] = [each for each in requests if id(each) not in others]
+    return {address: requests for address, requests in ready.items() if requests}, held
+
+
+def _understood(answer: Future[Any]) -> Future[dict[str, int]]:
+    """Returns the answer without what is none: anybody may have given it."""
+    said = answer.result()
+    understood: Future[dict[str, int]] = Future()
+    understood.set_result(
+        {room: rank for room, rank in said.items() if type(rank) is int} if isinstance(said, dict) else {}
+    )
+    return understood
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ TRANSFER_QUEUE = f"{_DISAGGREGATION}.decode.DecodeTransferQueue.__init__"
 PREFILL_MANAGER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue._init_kv_manager"
 DECODE_MANAGER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._init_kv_manager"
 CREATE_RECEIVER = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._create_receiver_and_enqueue"
+SERVERS_KNOWN = f"{_DISAGGREGATION}.decode.DecodePreallocQueue._ensure_prefill_info"
 CREATE_SENDER = f"{_DISAGGREGATION}.prefill.PrefillBootstrapQueue.create_sender"
 BEFORE_STEP = f"{_DISAGGREGATION}.prefill.SchedulerDisaggregationPrefillMixin.maybe_send_cached_prefix_chunk"
 

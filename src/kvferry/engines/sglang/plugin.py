@@ -18,6 +18,7 @@ from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, pool
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
+from kvferry.engines.sglang.look_ups import hold_unanswered
 from kvferry.engines.sglang.names import (
     ADAPTER_LOADED,
     ADAPTER_OF_TENSORS,
@@ -33,6 +34,7 @@ from kvferry.engines.sglang.names import (
     PREFILL_MANAGER,
     SCHEDULER_ENDS,
     SCHEDULER_STARTS,
+    SERVERS_KNOWN,
     STAGE_ADMITS,
     STAGE_TAKES,
     STAGES_ENDED,
@@ -165,6 +167,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
     yield Hook(CREATE_SENDER, around_a_request, "AROUND")
     yield Hook(CREATE_RECEIVER, around_a_request, "AROUND")
+    yield Hook(SERVERS_KNOWN, hold_unanswered, "AROUND")
     # Without these, caches of weights that were replaced would be taken for those of the ones before.
     yield from (Hook(update, weights.around_update, "AROUND") for update in UPDATES)
     yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
