@@ -70,7 +70,7 @@ def weights_identity(directory: Path) -> str:
             digest.update(f"{each.name}\0{each.kind}\0{each.size}\0".encode())
         for sampled in _read_all(_samples(stored, reads_each)):
             digest.update(sampled)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ModelError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
     total = sum(each.size for each in stored)
     return f"{digest.hexdigest()} ({len(stored)} tensors or files, {total:,} bytes)"
@@ -84,7 +84,7 @@ def model_directory(name: str, revision: str | None, cache: str | None = None) -
         revision: of the hub's; the default one if None.
         cache: where the cache is, if not where the hub's client has it.
     """
-    if Path(name).is_dir():
+    if os.path.isdir(name):  # which raises for no path
         return Path(name)
     try:
         from huggingface_hub import snapshot_download

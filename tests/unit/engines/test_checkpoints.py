@@ -29,6 +29,10 @@ def safetensors(file: Path, tensors: Mapping[str, bytes], *, dtype: str = "U8") 
     file.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(tensors.values()))
 
 
+def offsets_of(start: int) -> dict[str, Any]:
+    return {"dtype": "U8", "shape": [1], "data_offsets": [start, start + 1]}
+
+
 def checkpoint(directory: Path, tensors: Mapping[str, bytes] = WEIGHTS, **how: Any) -> Path:
     safetensors(directory / "model.safetensors", tensors, **how)
     return directory
@@ -108,6 +112,22 @@ def test_a_directory_without_weights_and_a_broken_file_are_named(tmp_path: Path)
     file.write_bytes(b"\xff" * 20)
     with pytest.raises(ModelError, match="has a header of"):
         weights_identity(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    "header", [[], 7, {"a": []}, {"a": {"dtype": "U8", "shape": [1], "data_offsets": []}}, {"a": offsets_of(2**70)}]
+)
+def test_a_header_of_another_form_is_a_broken_file(tmp_path: Path, header: object):
+    """Engines say so of what they are told to load while they serve, and go on."""
+    text = json.dumps(header).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(ModelError, match=r"the weights in .* cannot be read"):
+        weights_identity(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0", "\ud800"], ids=["too long", "null", "half a character"])
+def test_a_path_that_no_file_can_have_is_not_here(name: str):
+    assert model_directory(name, None) is None
 
 
 def adapter(directory: Path, *, alpha: int = 16, base: str = "/a", weights: bytes = b"1" * 900) -> str:
