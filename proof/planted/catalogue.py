@@ -1045,6 +1045,13 @@ CATALOGUE = (
         "tests/unit/engines/test_sglang_weights.py",
     ),
     PlantedFault(
+        "an update without a name that failed in SGLang is not counted",
+        "engines/sglang/weights.py",
+        "        if self._session is None:\n            self._changes += 1\n",
+        "",
+        "tests/unit/engines/test_sglang_weights.py",
+    ),
+    PlantedFault(
         "what SGLang's sessions hold of the weights before an update is of the new ones",
         "engines/sglang/weights.py",
         "if is_kept or (",
