@@ -20,7 +20,7 @@ RECOVERY_S = 2.0
 
 _FAILURES = (TransportError, PeerDisconnectedError)
 _FREEZE_COUNTS_S = 0.5
-"""Of each freeze so much counts as waited: docs/reliability.md, "What is not promised"."""
+"""Of each freeze but the first so much counts as waited: docs/reliability.md, "What is not promised"."""
 
 
 class Adversary:
@@ -159,7 +159,7 @@ class Adversary:
                     self._world.wire.fail(transfer, None)
                 else:
                     self.held[transfer] = self._world.now + self._world.fate.random() * LINGER_S
-                    self.doomed[transfer] = self._world.now + LINGER_S
+                    self.doomed[transfer] = self._left_until[transfer] = self._world.now + LINGER_S
                     self.in_sockets.add(transfer)
         self.left(process)
 
@@ -191,9 +191,11 @@ class Adversary:
 
     def freeze_until(self, process: Process, thaws_at: float) -> None:
         process.thaws_at = process.awake_since = thaws_at
+        is_another = self._world.now - self._jumped_at.get(process, float("-inf")) < WAITS.quarantine_s
         for transfer, until in self._left_until.items():
-            if transfer.target is process.transport:  # what it reads of its sockets between two freezes it has read
-                self._left_s[transfer] = max(0.0, until - self._world.now - _FREEZE_COUNTS_S)
+            if transfer.target is process.transport:  # what it has read of its sockets before it freezes it has read
+                left_s = until - self._world.now - (_FREEZE_COUNTS_S if is_another else 0.0)
+                self._left_s[transfer] = min(THAW_S, max(0.0, left_s))
         self._world.threads_changed()
         self._world.note("%s freezes until %.3f", process.name, process.thaws_at)
         self.excuse_those_with(process, f"{process.name} froze")
@@ -314,7 +316,7 @@ class Adversary:
         """Lets what is left of a failed write land in a moment, or once its receiver thaws."""
         # Sooner than after a death: whoever waits for it may be frozen meanwhile, or its clock may jump.
         self.held[transfer] = self._world.now + draw.random() * within_s
-        self.doomed[transfer] = self._world.now + within_s
+        self.doomed[transfer] = self._left_until[transfer] = self._world.now + within_s
         self.in_sockets.add(transfer)
 
     def lies_in_sockets(self, transfer: SimulatedHandle) -> bool:
