@@ -302,6 +302,22 @@ def test_nothing_is_exchanged_as_long_as_a_request_needs_what_old_weights_made_o
     assert given.weights.text.startswith("content ")
 
 
+def test_what_was_computed_while_something_was_there_from_before_is_found_by_nobody_once_it_is_dropped(given: Any):
+    """It may have been computed from that, and would be sent as the new weights'."""
+    cached = given.core.scheduler.encoder_cache_manager.cached
+    cached["image"].add("running")
+    replace(given, 2)
+    (digest,) = given.requests["running"].block_hashes
+    given.evicted.clear()
+    cached["image"].clear()
+    given.changes.between_steps()
+    assert given.weights.text.startswith("content ")
+    assert given.evicted == [{0, 1, 2}]
+    assert given.requests["running"].block_hashes != [digest]
+    given.changes.between_steps()
+    assert len(given.evicted) == 1
+
+
 def test_what_workers_could_not_be_told_to_drop_is_not_dropped(given: Any):
     workers, given.core.model_executor.workers = given.core.model_executor.workers, [None]
     replace(given, 2)

@@ -9,7 +9,7 @@ computed it. Requests that go on with what they have, as vLLM lets them, share n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -256,15 +256,19 @@ class Changes:
 
     def _outdate(self, requests: Sequence[Any], reason: str, adapter: str = "") -> None:
         """Has nothing that was computed until now found by others, and ends what is on its way of these requests."""
-        assert self._tables is not None
-        assert self._pool is not None
-        self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
         if self._encoded is not None:
             self._encoded.outdate(adapter)
         self._reset_others()
         arrived = self._arrived.intersection(each.request_id for each in requests)
         self._arrived -= arrived
         self._side.outdate(requests, reason, arrived)
+        self._have_nothing_found(requests)
+
+    def _have_nothing_found(self, requests: Iterable[Any]) -> None:
+        """Empties vLLM's prefix cache, and has nothing in it of what these requests have, if they go on."""
+        assert self._tables is not None
+        assert self._pool is not None
+        self._pool.evict_blocks(set(range(self._pool.num_gpu_blocks)))
         for request in requests:
             if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
                 _share_nothing(request)
@@ -282,6 +286,8 @@ class Changes:
             )
         if bool(kept) != weights.are_mixed:
             weights.are_mixed = bool(kept)
+            if not kept:  # what was computed meanwhile may have been from that
+                self._have_nothing_found(self._requests.values())
 
 
 def _share_nothing(request: Any) -> None:
