@@ -541,7 +541,17 @@ def test_weights_that_lost_their_memory_are_like_no_others_until_they_are_there_
     assert sleeper.weights.text.startswith("content ")
     sleeper.core.collective_rpc("reload_weights", kwargs={"sums": {"w": 1}})
     assert sleeper.weights.text == "", "they are those of the start"
-    assert len(sleeper.evicted) == 3
+    assert len(sleeper.evicted) == 2
+
+
+def test_weights_that_are_kept_elsewhere_during_sleep_keep_their_name(sleeper: Any):
+    sleeper.core.set_weight_version("step-1")
+    sleeper.core.sleep()
+    sleeper.core.reset_prefix_cache()
+    sleeper.core.collective_rpc("get_statistics")
+    sleeper.core.wake_up()
+    assert sleeper.weights.text == "named step-1"
+    assert sleeper.evicted == []
 
 
 def test_a_core_that_has_no_scheduler_yet_is_left_alone():

@@ -28,6 +28,10 @@ _UNTIL_FINISHED = frozenset({"start_weight_update", "update_weights"})
 """What workers are asked in the middle of an update: until it is finished, nobody knows what the weights are."""
 
 
+class _AsleepError(Exception):
+    """Weights that have no memory."""
+
+
 class _BlockPool(Protocol):
     num_gpu_blocks: int
 
@@ -232,6 +236,8 @@ class Changes:
         """Looks at the weights. Returns whether they have changed."""
         try:
             return self._conditions.weights.found(look())
+        except _AsleepError:
+            return False  # they come back as they were, or are nobody's already; waking looks at them
         except Exception as error:  # an executor's or a model's: whatever it is, nobody knows the weights
             log.warning(
                 "what the weights are now cannot be read, and no cache is exchanged until they are named "
@@ -379,9 +385,13 @@ def _look_at(core: Any) -> Callable[[], str]:
 
 
 def _content(executor: Any) -> str:
-    """Returns what the weights are."""
+    """Returns what the weights are.
+
+    Raises:
+        _AsleepError: if they have no memory.
+    """
     if "weights" in executor.sleeping_tags:
-        raise UsageError("they are asleep, and have no memory")
+        raise _AsleepError
     return content_of(executor.collective_rpc(parameter_sums))
 
 
