@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,7 +115,7 @@ def core_class() -> Any:
         def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
             for name, value in (kwargs or {}).items():
                 setattr(self.model_executor, name, value)
-            if method == "fails":
+            if method == "fails" or "fails" in (kwargs or {}):
                 raise RuntimeError("the worker failed")
             return self.model_executor.collective_rpc(method, timeout, args, kwargs)
 
@@ -371,6 +372,29 @@ def test_in_the_middle_of_an_update_they_are_like_no_others(given: Any):
     assert given.core.version == "step-1"
     assert len(texts) == 2
     assert len(given.evicted) == 3
+
+
+def test_nobody_looks_at_or_names_what_is_half_there(given: Any):
+    """Some of it may still be on its way, and what is named so was computed by what nobody else has."""
+    given.core.collective_rpc("start_weight_update")
+    given.core.collective_rpc("update_weights", kwargs={"sums": {"w": 2}})
+    for ask in (partial(given.core.collective_rpc, "get_statistics"), given.core.reset_prefix_cache):
+        ask()
+        assert given.weights.text.startswith("content unknown ")
+        given.core.set_weight_version("step-1")
+        assert given.weights.text.startswith("content unknown ")
+    given.core.collective_rpc("finish_weight_update", kwargs={"sums": {"w": 3}})
+    given.core.set_weight_version("step-1")
+    assert given.weights.text == "named step-1"
+
+
+def test_an_update_that_fails_is_over(given: Any):
+    given.core.collective_rpc("start_weight_update")
+    with pytest.raises(RuntimeError, match="the worker failed"):
+        given.core.collective_rpc("update_weights", kwargs={"sums": {"w": 2}, "fails": True})
+    assert given.weights.text.startswith("content unknown ")
+    given.core.set_weight_version("step-1")
+    assert given.weights.text == "named step-1"
 
 
 def test_weights_that_cannot_be_looked_at_are_like_no_others_until_they_are_named(

@@ -97,6 +97,7 @@ class Changes:
         self._pool: _BlockPool | None = None
         self._beside: list[_Beside] = []
         self._encoded: EncoderOutputs | None = None
+        self._is_updating = False  # whether an update of the weights has begun and not ended
         self._arrived: set[str] = set()  # vLLM's own: those whose caches have come, and that have not gone on yet
         self.adapters.replaced = self._adapter_replaced
 
@@ -180,8 +181,14 @@ class Changes:
         if not weights.is_known:
             self._look(look)
         try:
-            return ask()
+            result = ask()
+            self._is_updating |= method == "start_weight_update"
+            return result
+        except Exception:
+            self._is_updating &= method != "update_weights"  # as vLLM's workers take it
+            raise
         finally:
+            self._is_updating &= method != "finish_weight_update"
             if isinstance(method, str) and method in _UNTIL_FINISHED:
                 weights.lost()
                 self._weights_replaced()
@@ -220,6 +227,9 @@ class Changes:
             version: the name.
             look: returns what the weights are.
         """
+        if self._is_updating:
+            log.error("the weights are not called %r: an update has begun. Name them once it is finished", version)
+            return
         self.awake(look)
         self._conditions.weights.named(version)
 
@@ -233,7 +243,9 @@ class Changes:
         self.adapters.kept(listed, used)
 
     def _look(self, look: Callable[[], str]) -> bool:
-        """Looks at the weights. Returns whether they have changed."""
+        """Looks at the weights, unless an update has begun. Returns whether they have changed."""
+        if self._is_updating:
+            return False
         try:
             return self._conditions.weights.found(look())
         except _AsleepError:
