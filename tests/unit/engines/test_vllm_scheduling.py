@@ -515,6 +515,27 @@ class TestWhatIsOutdated:
         scheduler.side.outdate(choices, "replaced")
         assert [scheduler.side.finished(each, is_aborted=False) for each in choices] == [(False, None)] * 2
 
+    @pytest.mark.parametrize("room", [None, 9])
+    def test_nor_does_a_choice_that_is_scheduled_first_after_that(self, room: int | None):
+        scheduler = Scheduler()
+        choices = [replace(prefill_request(14, room=room), request_id=f"{number}_r") for number in range(2)]
+        scheduler.allocate(choices[0])
+        scheduler.step(choices[0], 14)
+        scheduler.side.outdate(choices[:1], "replaced")
+        scheduler.allocate(choices[1])
+        assert scheduler.step(choices[1], 14).send == []
+        assert scheduler.side.finished(choices[1], is_aborted=False) == (False, None)
+        assert scheduler.step().refuse == {}, "of the room it was said already"
+
+    def test_nor_one_that_is_scheduled_after_the_first_one_was_aborted(self):
+        scheduler = Scheduler()
+        choices = [replace(prefill_request(14, room=None), request_id=f"{number}_r") for number in range(2)]
+        scheduler.allocate(choices[0])
+        scheduler.step(choices[0], 6)
+        assert scheduler.side.finished(choices[0], is_aborted=True)[1] is None
+        scheduler.allocate(choices[1])
+        assert scheduler.side.finished(choices[1], is_aborted=False) == (False, None)
+
     def test_what_nobody_knows_of_yet_is_refused_when_it_ends(self):
         scheduler, request = Scheduler(), prefill_request(14)
         scheduler.allocate(request)

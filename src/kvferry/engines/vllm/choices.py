@@ -69,6 +69,9 @@ class FirstChoices(Generic[First]):
         """Begins with none."""
         self._first: OrderedDict[Hashable, First] = OrderedDict()
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._first
+
     def get(self, key: Hashable) -> First | None:
         """Returns what is known; None if this is the first choice."""
         return self._first.get(key)

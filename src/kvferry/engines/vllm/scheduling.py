@@ -8,7 +8,7 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -122,8 +122,8 @@ class SchedulerSide:
         self._receiving: set[str] = set()
         self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
         self._mixed: set[str] = set()  # those that go on with what they had, and are not to be sent
-        self._sent_choices: FirstChoices[SendParameters] = FirstChoices()
-        self._answered_choices: dict[str, SendParameters] = {}  # of choices that the first one is sent for
+        self._sent_choices: FirstChoices[SendParameters | None] = FirstChoices()  # None where it is not sent after all
+        self._answered_choices: dict[str, Hashable] = {}  # of choices that the first one is sent for: what they share
         self._fetched_choices: FirstChoices[Fetch[Request]] = FirstChoices()
         self._fetches: dict[str, Fetch[Request]] = {}  # by the names of first choices that have not ended
         self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
@@ -268,9 +268,8 @@ class SchedulerSide:
         name = request.request_id
         key = send_key(request, params)
         if key is not None:
-            first = self._sent_choices.get(key)
-            if first is not None:
-                self._answered_choices[name] = first
+            if key in self._sent_choices:
+                self._answered_choices[name] = key
                 return
             self._sent_choices.add(key, params)
         tokens = self._sent_tokens(request)
@@ -487,6 +486,7 @@ class SchedulerSide:
             if sending is not None:
                 self.unfinished.pop(name, None)
                 sending.is_outdated = True
+                self._withdraw(sending)
             elif not (name in self._receiving or name in arrived) and self._tables and any(self._tables(name)):
                 self._mixed.add(name)
             if name in self._receiving or name in self._copied:
@@ -513,11 +513,13 @@ class SchedulerSide:
                 fetch.state = FetchState.FAILED
         answered = self._answered_choices.pop(name, None)
         if answered is not None:
-            tokens = self._sent_tokens(request)
-            return False, None if is_aborted else self._answer(answered, name, tokens)
+            first, tokens = self._sent_choices.get(answered), self._sent_tokens(request)
+            return False, None if is_aborted or first is None else self._answer(first, name, tokens)
         sending = self._sending.get(name)
         if sending is not None:
             self.unfinished.pop(name, None)
+            if is_aborted or not sending.is_complete:
+                self._withdraw(sending)
         if sending is None or not sending.is_begun:
             self._refuse(request, is_first=self._sending.pop(name, None) is not None)
             return False, None
@@ -530,6 +532,12 @@ class SchedulerSide:
         assert self._tables is not None
         self._held.add(name, sum(not block.is_null for table in self._tables(name) for block in table))
         return True, self._answer(sending.params, name, sending.tokens)
+
+    def _withdraw(self, sending: _Sending) -> None:
+        """Has no other choice promise what is not sent."""
+        key = send_key(sending.request, sending.params)
+        if key is not None:
+            self._sent_choices.add(key, None)
 
     def _answer(self, params: SendParameters, request: str, tokens: int) -> dict[str, Any]:
         return answer(params, engine=self._engine, instance=self._instance, request=request, tokens=tokens)
@@ -562,7 +570,7 @@ class SchedulerSide:
             return  # nobody can ask for it
         if params is None or not params.is_known:
             return
-        if is_first or self._sent_choices.get(send_key(request, params)) is None:
+        if is_first or send_key(request, params) not in self._sent_choices:
             self._step.refuse[params.room] = f"the request {_ENDED} any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> set[str]:
