@@ -429,6 +429,18 @@ def test_weights_that_a_trainer_changed_unasked_are_found_when_caches_are_reset(
     assert given.weights.text.startswith("content ")
 
 
+@pytest.mark.parametrize("name", [None, "step-1"])
+def test_weights_that_cannot_be_looked_at_are_what_they_were_where_caches_are_reset(name: str | None):
+    """Nobody says that they have changed, and trainers reset caches after they have named them, too."""
+    given = started(ValueError("a type that nobody knows"))
+    if name:
+        given.core.set_weight_version(name)
+    given.evicted.clear()
+    given.core.reset_prefix_cache()
+    assert given.weights.text == (f"named {name}" if name else "")
+    assert given.evicted == []
+
+
 def test_a_name_alone_ends_nothing(given: Any):
     given.core.set_weight_version("step-1")
     assert given.side.outdated == given.evicted == []

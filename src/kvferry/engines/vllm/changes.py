@@ -216,8 +216,8 @@ class Changes:
             self._conditions.weights.lost()
 
     def awake(self, look: Callable[[], str]) -> None:
-        """Looks at the weights, which may be others now."""
-        if self._look(look):
+        """Looks at the weights, which may be others now, though nobody says so."""
+        if self._look(look, is_told=False):
             self._weights_replaced()
 
     def named(self, version: str, look: Callable[[], str]) -> None:
@@ -230,7 +230,8 @@ class Changes:
         if self._is_updating:
             log.error("the weights are not called %r: an update has begun. Name them once it is finished", version)
             return
-        self.awake(look)
+        if self._look(look):
+            self._weights_replaced()
         self._conditions.weights.named(version)
 
     def looked_for_adapters(self, listed: Callable[[], set[int]]) -> None:
@@ -242,8 +243,16 @@ class Changes:
         used = {each.lora_request.lora_int_id for each in self._requests.values() if each.lora_request}
         self.adapters.kept(listed, used)
 
-    def _look(self, look: Callable[[], str]) -> bool:
-        """Looks at the weights, unless an update has begun. Returns whether they have changed."""
+    def _look(self, look: Callable[[], str], *, is_told: bool = True) -> bool:
+        """Looks at the weights, unless an update has begun.
+
+        Args:
+            look: returns what they are.
+            is_told: whether somebody was asked for what may have changed them: what cannot be read then is nobody's.
+
+        Returns:
+            Whether they have changed.
+        """
         if self._is_updating:
             return False
         try:
@@ -251,6 +260,8 @@ class Changes:
         except _AsleepError:
             return False  # they come back as they were, or are nobody's already; waking looks at them
         except Exception as error:  # an executor's or a model's: whatever it is, nobody knows the weights
+            if not is_told:
+                return False
             log.warning(
                 "what the weights are now cannot be read, and no cache is exchanged until they are named "
                 "(set_weight_version, the same on every server) or can be: %s: %s",
