@@ -30,6 +30,8 @@ _LARGEST_HEADER_BYTES = 256 << 20
 _INDEX = "model.safetensors.index.json"
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.gguf", "*.npz")
 _READS_A_FILE = 64
+_BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+"""What comes of files in which anything may stand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,7 @@ def weights_identity(directory: Path) -> str:
             digest.update(f"{each.name}\0{each.kind}\0{each.size}\0".encode())
         for sampled in _read_all(_samples(stored, reads_each)):
             digest.update(sampled)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+    except _BROKEN as error:
         raise ModelError(f"the weights in {directory} cannot be read: {type(error).__name__}: {error}") from error
     total = sum(each.size for each in stored)
     return f"{digest.hexdigest()} ({len(stored)} tensors or files, {total:,} bytes)"
@@ -105,7 +107,7 @@ def adapter_identity(directory: Path) -> str:
     try:
         configuration = json.loads((directory / "adapter_config.json").read_bytes())
         use = adapter_use(configuration)
-    except (OSError, ValueError, AttributeError) as error:
+    except _BROKEN as error:
         raise ModelError(f"the adapter in {directory} cannot be read: {type(error).__name__}: {error}") from error
     return f"{weights}, {use}"
 
