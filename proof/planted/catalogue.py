@@ -1864,7 +1864,7 @@ CATALOGUE = (
     PlantedFault(
         "an adapter is what was read of it, whatever a step has loaded in vLLM",
         "engines/vllm/adapters.py",
-        "        if seen is None or loader != request.request_id:\n",
+        "        if seen is None:\n",
         "        if True:\n",
         "tests/unit/engines/test_vllm_adapters.py",
     ),

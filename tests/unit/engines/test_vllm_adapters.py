@@ -157,6 +157,23 @@ def test_files_that_are_written_while_the_request_is_computed_that_loads_them_ar
     assert all(each.startswith("unknown ") for each in later)
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("earlier_ends_first", [True, False])
+def test_what_is_loaded_for_several_requests_is_nobodys_whichever_of_them_ends_first(
+    known: Any, tmp_path: Path, in_place: bool, earlier_ends_first: bool
+):
+    """In place every step of theirs loads it."""
+    given = lora(write(tmp_path / "a", b"1"), in_place=in_place)
+    both = request(given), request(given)
+    eventually("it is known", lambda: known.is_known(both[1]))
+    for each in both:
+        known.identity(each)
+    write(tmp_path / "a", b"22")
+    known.computed(both[not earlier_ends_first])
+    assert known.names == ["a"]
+    assert known.are_proved
+
+
 def test_files_that_are_written_once_it_was_loaded_change_nothing_of_what_was_computed(known: Any, tmp_path: Path):
     given = lora(write(tmp_path / "a", b"1"))
     loading = request(given)

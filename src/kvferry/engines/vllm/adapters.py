@@ -60,8 +60,8 @@ class Adapters:
         self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
         self._texts: dict[str, str] = {}  # by name, as vLLM's prefix cache knows them
         self._unscheduled: set[int] = set()  # of those, by number, what no step loads yet
-        # What steps load of which nobody knows that they are over, and whose these are.
-        self._unproved: dict[int, tuple[str, _Adapter]] = {}
+        # By request, what its steps load, or another's did of which nobody knows that they are over.
+        self._unproved: dict[str, tuple[int, _Adapter]] = {}
         # At the files of adapters, by the request that needs them.
         self._looks: FoundAside[_Adapter] = FoundAside("kvferry-vllm-adapters")
 
@@ -114,9 +114,11 @@ class Adapters:
         found = self._look(request, lora).result()
         self._adopted(lora, found)
         self._looks.forget(request.request_id)
-        if lora.load_inplace or lora.lora_int_id in self._unscheduled:
-            self._unscheduled.discard(lora.lora_int_id)
-            self._unproved[lora.lora_int_id] = request.request_id, found
+        number = lora.lora_int_id
+        is_being_loaded = number in self._unscheduled or any(number == each for each, _ in self._unproved.values())
+        if lora.load_inplace or is_being_loaded:  # in place, each of its steps loads it
+            self._unscheduled.discard(number)
+            self._unproved[request.request_id] = number, found
         return found
 
     def ended(self, request: str) -> None:
@@ -131,13 +133,12 @@ class Adapters:
     def computed(self, request: Any) -> None:
         """Takes that a request with an adapter has been computed, so that vLLM has loaded it by now.
 
-        Of what another request's step loads in place that says nothing.
+        Of what steps of other requests load that says nothing.
         """
         lora = request.lora_request
-        loader, seen = self._unproved.get(lora.lora_int_id, ("", None))
-        if seen is None or loader != request.request_id:
+        _, seen = self._unproved.pop(request.request_id, (0, None))
+        if seen is None:
             return
-        del self._unproved[lora.lora_int_id]
         if seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
             return
         if _is_downloaded(lora.lora_path, seen.files):
@@ -200,7 +201,7 @@ class Adapters:
     def _adopt(self, lora: Any, found: _Adapter) -> bool:
         before = self._texts.get(lora.lora_name, found.text)
         self._loaded[lora.lora_int_id], self._texts[lora.lora_name] = found, found.text
-        self._unproved.pop(lora.lora_int_id, None)
+        self._unproved = {name: each for name, each in self._unproved.items() if each[0] != lora.lora_int_id}
         if before == found.text:
             return False
         self._looks.forget_all()  # they were at files before
