@@ -429,6 +429,35 @@ def test_weights_that_a_trainer_changed_unasked_are_found_when_caches_are_reset(
     assert given.weights.text.startswith("content ")
 
 
+class Answers:
+    """Those of two workers, as vLLM's executor of several processes takes them: up to the first that is an error."""
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._answers: list[list[Any]] = [[], []]
+
+    def __call__(self, method: Any, *_: Any, args: Any = (), **__: Any) -> list[Any]:
+        for answers in self._answers:
+            try:
+                answers.append(method(self._worker, *args) if callable(method) else method)
+            except Exception as error:
+                answers.append(error)
+        found = []
+        for answers in self._answers:
+            found.append(answers.pop(0))
+            if isinstance(found[-1], Exception):
+                raise RuntimeError("Worker failed") from found[-1]
+        return found
+
+
+def test_no_question_of_ours_fails_in_a_worker(given: Any):
+    """vLLM would leave what the others answer where it is, and take it for the answers to its next question."""
+    given.core.model_executor.collective_rpc = Answers(SimpleNamespace())
+    for method in ("reload_weights", "get_statistics"):
+        assert given.core.collective_rpc(method) == [method] * 2
+        assert "unknown " in given.weights.text
+
+
 @pytest.mark.parametrize("name", [None, "step-1"])
 def test_weights_that_cannot_be_looked_at_are_what_they_were_where_caches_are_reset(name: str | None):
     """Nobody says that they have changed, and trainers reset caches after they have named them, too."""

@@ -63,21 +63,27 @@ class EncoderOutputs:
         if not keys:
             return
         try:
-            self._executor.collective_rpc(drop_encoded, args=(keys,))
-        except Exception as error:  # an executor's, whatever it is: it is tried again
-            log.debug("%s was not cleared in workers: %s: %s", self.name, type(error).__name__, error)
+            problems = "; ".join(filter(None, self._executor.collective_rpc(drop_encoded, args=(keys,))))
+        except Exception as error:  # an executor's, whatever it is
+            problems = f"{type(error).__name__}: {error}"
+        if problems:
+            log.debug("%s was not cleared in workers, and is tried again: %s", self.name, problems)
         else:
             self._old.difference_update(keys)
 
 
-def drop_encoded(worker: Any, keys: Sequence[str]) -> None:
-    """Has a worker drop what was encoded. vLLM calls it in each of them.
+def drop_encoded(worker: Any, keys: Sequence[str]) -> str:
+    """Has a worker drop what was encoded. Returns what went wrong, and does not raise, as `parameter_sums`.
 
     Args:
         worker: vLLM's.
         keys: by which it has that.
     """
-    cache = worker.model_runner.encoder_cache
-    outputs = getattr(cache, "encoder_outputs", cache)  # of the second model runner, and of the first
-    for key in keys if outputs else ():  # stages behind the first may have none
-        outputs.pop(key, None)
+    try:
+        cache = worker.model_runner.encoder_cache
+        outputs = getattr(cache, "encoder_outputs", cache)  # of the second model runner, and of the first
+        for key in keys if outputs else ():  # stages behind the first may have none
+            outputs.pop(key, None)
+    except Exception as error:  # a model runner's, whatever it is
+        return f"{type(error).__name__}: {error}"
+    return ""

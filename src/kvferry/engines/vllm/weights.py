@@ -17,6 +17,8 @@ from uuid import uuid4
 import numpy as np
 import torch
 
+from kvferry.errors import ModelError
+
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By the bytes of a number, what its bits are read as."""
 
@@ -30,15 +32,22 @@ _BASE_LAYER = ".base_layer."
 """What an engine that may have adapters puts into its parameters' names."""
 
 
-def parameter_sums(worker: Any) -> dict[str, int]:
-    """Returns the sums of a worker's parameters, by name. vLLM calls it in each of them.
+def parameter_sums(worker: Any) -> dict[str, int] | str:
+    """Returns the sums of a worker's parameters, by name, or why there are none, as in the middle of an update.
+
+    vLLM calls it in each of them. Were one to raise, it would leave what the others answer, and take that for the
+    answers to its next question.
 
     Args:
         worker: vLLM's.
-
-    Raises:
-        Exception: whatever it is, if its parameters cannot be read, as in the middle of an update.
     """
+    try:
+        return _sums(worker)
+    except Exception as error:  # a model's, whatever it is
+        return f"{type(error).__name__}: {error}"
+
+
+def _sums(worker: Any) -> dict[str, int]:
     parallel = worker.vllm_config.parallel_config
     # Then ranks of other engines have the other experts, or copies move while the engine runs.
     skips_experts = parallel.enable_expert_parallel and (parallel.data_parallel_size > 1 or parallel.enable_eplb)
@@ -54,13 +63,18 @@ def parameter_sums(worker: Any) -> dict[str, int]:
         return dict(zip(sums, torch.stack([each.to(device) for each in sums.values()]).tolist(), strict=True))
 
 
-def content_of(ranks: Iterable[Mapping[str, int]]) -> str:
+def content_of(ranks: Iterable[Mapping[str, int] | str]) -> str:
     """Returns what the weights of a model are whose ranks have these sums.
 
     Ranks that have the same of a parameter have copies of it; those that have not divide it.
+
+    Raises:
+        ModelError: if a rank has none.
     """
     found: dict[str, set[int]] = {}
     for sums in ranks:
+        if isinstance(sums, str):
+            raise ModelError(sums)
         for name, value in sums.items():
             found.setdefault(name, set()).add(value)
     digest = hashlib.blake2b(digest_size=16)
