@@ -352,9 +352,8 @@ def _changes() -> Iterator[Line]:
     yield Call(f"{_CORE}.list_loras", 1, (), needed_for)
     yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler", "init_kv_output_aggregator"), needed_for)
     yield Signature("vllm.v1.executor.abstract:Executor.init_kv_output_aggregator", "self, connector", needed_for)
-    yield Mentions(
-        "vllm.v1.engine.async_llm:AsyncLLM.finish_weight_update", ("collective_rpc", "finish_weight_update"), needed_for
-    )
+    for name in ("start_weight_update", "update_weights", "finish_weight_update"):
+        yield Mentions(f"vllm.v1.engine.async_llm:AsyncLLM.{name}", ("collective_rpc", name), needed_for)
     asleep = "memory is not given back that is registered"
     for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
