@@ -46,9 +46,6 @@ class EncoderOutputs:
         self._old |= concerned
         self._keeps_elsewhere |= self._is_elsewhere and (not adapter or bool(concerned))
 
-    def computed(self) -> None:
-        """Takes that another step is about to run."""
-
     def is_reset(self) -> bool:
         """Has vLLM drop what no request needs. Returns whether nothing is there from before."""
         if self._old:
