@@ -166,8 +166,16 @@ class Adversary:
     def end_doomed(self) -> None:
         """Writes of dead processes end. What the sockets of a frozen process hold does not."""
         for transfer in list(self._world.wire.transfers):
-            if not self.lies_in_sockets(transfer) and self._world.now >= self.doomed.get(transfer, float("inf")):
-                self._world.wire.fail(transfer, None)
+            if self._world.now >= self.doomed.get(transfer, float("inf")):
+                if self.lies_in_sockets(transfer):
+                    self._is_read(transfer)
+                else:
+                    self._world.wire.fail(transfer, None)
+
+    def _is_read(self, transfer: SimulatedHandle) -> None:
+        """What a post that raised had posted is read by now: for no longer than `Promises` gives it."""
+        if transfer.is_orphan and not transfer.has_ended:
+            self._world.wire.fail(transfer, None, sent=len(transfer.left))
 
     def left(self, process: Process) -> None:
         """Whoever had to do with it on this process does not any more: its memory is gone, or its owner's again."""
@@ -328,6 +336,7 @@ class Adversary:
         self._jumped_at[process] = self._world.now
         for transfer in self._world.wire.transfers:
             if transfer in self.in_sockets and transfer.target is process.transport:
+                self._is_read(transfer)
                 left_s = self._left_s.get(transfer, THAW_S)
                 self.held[transfer] = self._world.now + self.of_frozen.random() * left_s
                 self.doomed[transfer] = self._left_until[transfer] = self._world.now + left_s
