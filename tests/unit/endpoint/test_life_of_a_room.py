@@ -153,7 +153,7 @@ def test_the_end_is_published_in_an_order_that_never_misleads():
     class Watched(Transfer):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name == "state" and hasattr(self, "_reusable"):
+            if name == "state" and hasattr(self, "_settled"):
                 seen.append(("state", self.pages_reusable, self._ended.done(), self.error))
 
     transfer = Watched(1, lambda reason: None, AtOnce())
