@@ -177,6 +177,7 @@ def test_a_hook_before_the_stop_drains_what_runs_here(made: Callable[..., Reques
     (decode,) = requests.decode.endpoints
     assert decode.observe_url is not None
     monkeypatch.setenv("KVFERRY_OBSERVE_PORT", decode.observe_url.rpartition(":")[2])
+    monkeypatch.setattr(asking, "PORTS", 1)  # whoever listens behind it here is another test's, and may never answer
     said = run(monkeypatch, requests)
     assert said.exit_code == 0, said.output
     assert decode.is_drained
