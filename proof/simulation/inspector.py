@@ -359,8 +359,8 @@ class Inspector:
         kept_until = self._adversary.kept_until
         for request in self._world.requests:
             pairs = product((side.process for side in request.senders), (side.process for side in request.receivers))
-            connected_by = max(kept_until.get(both, 0.0) for both in pairs)
-            connected_by = max(connected_by, *(side.process.awake_since for side in request.sides))
+            awake_since = (side.process.awake_since for side in request.sides)
+            connected_by = max(*(kept_until.get(both, 0.0) for both in pairs), *awake_since)
             failed = {
                 True: [side.failed_at for side in request.senders if side.failed_at is not None],
                 False: [side.failed_at for side in request.receivers if side.failed_at is not None],

@@ -193,9 +193,8 @@ class ReceivingRooms:
 
     def say_what_is_kept(self) -> None:
         """Says which pages are never given back, as where the endpoint has closed: no peer is heard any more."""
-        for room in list(self.open.values()):
-            if room.is_quarantined and room.machine.undrained:
-                room.receiver._keep_pages()
+        for room in self._quarantined():
+            room.receiver._keep_pages()
         for endpoint, pages in self._quarantined_pages().items():
             log.warning(
                 "%d pages are never given back: %s may still write to them. Do not free their memory before its "
@@ -204,11 +203,15 @@ class ReceivingRooms:
                 endpoint,
             )
 
+    def _quarantined(self) -> list[ReceivingRoom]:
+        """Returns the failed rooms to whose pages somebody may still write."""
+        return [each for each in list(self.open.values()) if each.is_quarantined and each.machine.undrained]
+
     def _quarantined_pages(self) -> dict[str, int]:
         """Returns how many pages of failed rooms each prefill rank may still write to, by endpoint."""
         pages: dict[str, int] = {}
-        for room in list(self.open.values()):
-            for rank in room.machine.undrained if room.is_quarantined else ():
+        for room in self._quarantined():
+            for rank in room.machine.undrained:
                 peer = room.link.endpoint_of(rank) if room.link is not None else None
                 if peer is not None:
                     pages[peer] = pages.get(peer, 0) + room.pages

@@ -95,6 +95,15 @@ class PrefillContext:
         """
         return codec.encode(message, self.spoken.of(receiver))
 
+    def tell_not_attached(self, receiver: str, reason: str, *, attempt: int = 0) -> None:
+        """Tells a decode rank that it is not attached, and why it is not where it was before.
+
+        Args:
+            attempt: the attempt to attach that is over; 0 where none is meant.
+        """
+        endpoint = self.identity.endpoint
+        self.send(receiver, messages.Pong(endpoint=endpoint, attached=False, reason=reason, epoch=attempt))
+
     def tell_failed(self, receiver: str, room: int, generation: int, error: Exception) -> None:
         """Tells a decode rank that this rank cannot complete a room."""
         message = messages.RoomFailed(

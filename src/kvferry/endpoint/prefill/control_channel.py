@@ -138,7 +138,7 @@ class Answers:
                 self._ranks.forgive(identity)
                 self._rooms.lost(identity, self._ranks.lose(identity), PeerDisconnectedError("it was closed"))
             case messages.Ping() if self.is_lingering or not self._ranks.is_attached(identity):
-                self._context.send(identity, self._not_attached(identity))
+                self._tell_not_attached(identity)
             case messages.Ping():
                 for answer in self._ranks.channels.answer(identity, message):
                     self._context.send(identity, answer)
@@ -161,7 +161,7 @@ class Answers:
         taken = self._ranks.channels.take(identity, message)
         if taken is None:
             # Else it hears of that with its next heartbeat, and loses every room that it opens until then.
-            self._context.send(identity, self._not_attached(identity))
+            self._tell_not_attached(identity)
             return
         do_each(taken, partial(self._take_one, identity), f"a message from {identity}")
         for acknowledgement in self._ranks.channels.unasked_acknowledgement(identity):
@@ -178,15 +178,15 @@ class Answers:
                 if attachment is not None:
                     attachment.paths.credited(message.epoch, message.position)
 
-    def _not_attached(self, identity: str, attempt: int = 0) -> messages.Pong:
+    def _tell_not_attached(self, identity: str, *, attempt: int = 0) -> None:
         given_up = self._ranks.given_up(identity)
         reason = "" if given_up is None else f"it was given up: {given_up.error}"
-        return messages.Pong(endpoint=self._context.identity.endpoint, attached=False, reason=reason, epoch=attempt)
+        self._context.tell_not_attached(identity, reason, attempt=attempt)
 
     def _attach(self, identity: str, message: messages.Attach, now: float) -> None:
         problem = self._why_not_attached(identity, message)
         if problem is None and self._ranks.channels.is_over(identity, message.attempt):
-            self._context.send(identity, self._not_attached(identity, message.attempt))
+            self._tell_not_attached(identity, attempt=message.attempt)
             return
         if problem is None:
             self.connecting_until = now + _CONNECTING_S

@@ -9,7 +9,6 @@ from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RankReplacedError
 from kvferry.loggers import logger_of
 from kvferry.protocol.time_awake import Lateness
-from kvferry.protocol.wire import messages
 
 log = logger_of(__name__)
 
@@ -37,9 +36,7 @@ class Dismissals:
         self._lose(receiver, error)
 
     def _tell(self, peer: DecodePeer, reason: str) -> None:
-        endpoint = self._context.identity.endpoint
-        not_attached = messages.Pong(endpoint=endpoint, attached=False, reason=reason, epoch=peer.attempt)
-        self._context.send(peer.name, not_attached)
+        self._context.tell_not_attached(peer.name, reason, attempt=peer.attempt)
 
     def _lose(self, receiver: str, error: KVFerryError) -> None:
         log.error("lost decode rank %s: %s", receiver, error)
