@@ -14,41 +14,11 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, pools, termination, weights
+from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, names, pools, termination, weights
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.look_ups import hold_unanswered
-from kvferry.engines.sglang.names import (
-    ADAPTER_LOADED,
-    ADAPTER_OF_TENSORS,
-    BACKENDS,
-    BEFORE_STEP,
-    CACHE_FLUSHED,
-    CREATE_RECEIVER,
-    CREATE_SENDER,
-    DECODE_MANAGER,
-    KV_CLASS,
-    MEMORY_RELEASED,
-    MOVE_GATE,
-    PREFILL_MANAGER,
-    SCHEDULER_ENDS,
-    SCHEDULER_STARTS,
-    SERVERS_KNOWN,
-    STAGE_ADMITS,
-    STAGE_TAKES,
-    STAGES_ENDED,
-    STATE_ARGS,
-    STORE_ATTACHED,
-    TERMINATED,
-    TRANSFER_QUEUE,
-    UNIFIED_BACKENDS,
-    UPDATE_BEGINS,
-    UPDATE_ENDS,
-    UPDATES,
-    WEIGHTS_CHECKED,
-    WEIGHTS_NAMED,
-)
 from kvferry.engines.sglang.settings import PluginSettings
 from kvferry.engines.sglang.unified import may_move
 from kvferry.loggers import logger_of
@@ -159,43 +129,43 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     members = {member.name: member.value for member in utils.TransferBackend}
     backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
     around_a_request = around_requests(_digests_inputs)
-    yield Hook(BACKENDS, backends, "REPLACE")
-    yield Hook(KV_CLASS, changes.choose, "AROUND")
-    yield Hook(PREFILL_MANAGER, pools.around_managers, "AROUND")
-    yield Hook(DECODE_MANAGER, pools.around_managers, "AROUND")
-    yield Hook(STATE_ARGS, _remember_pools, "AFTER")
-    yield Hook(TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
-    yield Hook(CREATE_SENDER, around_a_request, "AROUND")
-    yield Hook(CREATE_RECEIVER, around_a_request, "AROUND")
-    yield Hook(SERVERS_KNOWN, hold_unanswered, "AROUND")
+    yield Hook(names.BACKENDS, backends, "REPLACE")
+    yield Hook(names.KV_CLASS, changes.choose, "AROUND")
+    yield Hook(names.PREFILL_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(names.DECODE_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(names.STATE_ARGS, _remember_pools, "AFTER")
+    yield Hook(names.TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
+    yield Hook(names.CREATE_SENDER, around_a_request, "AROUND")
+    yield Hook(names.CREATE_RECEIVER, around_a_request, "AROUND")
+    yield Hook(names.SERVERS_KNOWN, hold_unanswered, "AROUND")
     # Without these, caches of weights that were replaced would be taken for those of the ones before.
-    yield from (Hook(update, weights.around_update, "AROUND") for update in UPDATES)
-    yield Hook(UPDATE_BEGINS, weights.around_begin, "AROUND")
-    yield Hook(UPDATE_ENDS, weights.around_end, "AROUND")
-    yield Hook(MEMORY_RELEASED, weights.after_release, "AFTER")
-    yield Hook(WEIGHTS_CHECKED, weights.after_checking, "AFTER")
-    yield Hook(WEIGHTS_NAMED, weights.after_naming, "AFTER")
-    yield Hook(STORE_ATTACHED, weights.after_attaching, "AFTER")
-    yield Hook(CACHE_FLUSHED, weights.after_flush, "AFTER")
+    yield from (Hook(update, weights.around_update, "AROUND") for update in names.UPDATES)
+    yield Hook(names.UPDATE_BEGINS, weights.around_begin, "AROUND")
+    yield Hook(names.UPDATE_ENDS, weights.around_end, "AROUND")
+    yield Hook(names.MEMORY_RELEASED, weights.after_release, "AFTER")
+    yield Hook(names.WEIGHTS_CHECKED, weights.after_checking, "AFTER")
+    yield Hook(names.WEIGHTS_NAMED, weights.after_naming, "AFTER")
+    yield Hook(names.STORE_ATTACHED, weights.after_attaching, "AFTER")
+    yield Hook(names.CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, what an adapter was when it was loaded would not be known.
-    yield Hook(ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
-    yield Hook(ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
+    yield Hook(names.ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
+    yield Hook(names.ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
-    yield Hook(STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
-    yield Hook(STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
-    yield Hook(STAGE_ADMITS, changes.where_on(consensus.admit), "AROUND")
+    yield Hook(names.STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
+    yield Hook(names.STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
+    yield Hook(names.STAGE_ADMITS, changes.where_on(consensus.admit), "AROUND")
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
     unified = (
-        Hook(UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
-        Hook(MOVE_GATE, changes.where_on(_keep_in_place), "AROUND"),
+        Hook(names.UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
+        Hook(names.MOVE_GATE, changes.where_on(_keep_in_place), "AROUND"),
     )
     if all(hook.has_target for hook in unified):
         yield from unified
     optional = (
-        Hook(SCHEDULER_STARTS, changes.start, "BEFORE"),  # without it, variables that it unsets are refused
-        Hook(BEFORE_STEP, _announce_step, "AFTER"),  # else layers leave with their step, and ranges are refused
-        Hook(TERMINATED, _announce_end, "AFTER"),  # without these two, that a server ends is merely noticed later
-        Hook(SCHEDULER_ENDS, changes.close_endpoints, "AFTER"),
+        Hook(names.SCHEDULER_STARTS, changes.start, "BEFORE"),  # without it, variables that it unsets are refused
+        Hook(names.BEFORE_STEP, _announce_step, "AFTER"),  # else layers leave with their step, and ranges are refused
+        Hook(names.TERMINATED, _announce_end, "AFTER"),  # without these two, that a server ends is merely noticed later
+        Hook(names.SCHEDULER_ENDS, changes.close_endpoints, "AFTER"),
     )
     yield from (hook for hook in optional if hook.has_target)
 
