@@ -7,7 +7,9 @@ layer.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvferry.errors import LayoutError
 
@@ -40,6 +42,65 @@ class Buffers:
 
     def __getitem__(self, part: slice) -> Buffers:
         return Buffers(self.addresses[part], self.lengths[part], self.item_bytes[part])
+
+
+class Listed:
+    """Buffers in the order in which SGLang lists them, of which each pool takes its own.
+
+    Attributes:
+        name: what they are of, in SGLang's words.
+        items: the bytes of one item of each; 0 where a layer has none.
+    """
+
+    def __init__(self, name: str, addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> None:
+        """Nothing is taken yet."""
+        self.name, self.items = name, items
+        self._addresses, self._lengths, self._at = addresses, lengths, 0
+
+    def take(self, count: int, *, places: int = 1) -> Buffers:
+        """Returns the next ones.
+
+        Args:
+            places: how many of ours one of SGLang's items has.
+        """
+        return self._buffers(range(count), count, places)
+
+    def take_layers(self, count: int) -> tuple[tuple[int, ...], Buffers]:
+        """Returns which of the next layers have a buffer, and theirs."""
+        layers = tuple(layer for layer, item in enumerate(self.items[self._at : self._at + count]) if item)
+        return layers, self._buffers(layers, count)
+
+    def rest(self) -> Buffers:
+        """Returns all that were not taken."""
+        return self.take(len(self.items) - self._at)
+
+    def check_empty(self) -> None:
+        """Checks that all were taken.
+
+        Raises:
+            LayoutError: if not.
+        """
+        if self._at != len(self.items):
+            raise LayoutError(
+                f"SGLang lists {len(self.items)} buffers of {self.name}, and {self._at} are known of its pool"
+            )
+
+    def _buffers(self, layers: Iterable[int], count: int, places: int = 1) -> Buffers:
+        start, self._at = self._at, self._at + count
+        if self._at > len(self.items):
+            raise LayoutError(f"SGLang lists {len(self.items)} buffers of {self.name}, and its pool has more")
+        at = [start + layer for layer in layers]
+        return Buffers(
+            tuple(self._addresses[each] for each in at),
+            tuple(self._lengths[each] for each in at),
+            tuple(self.items[each] // places for each in at),
+        )
+
+
+def listed_state(args: Any, number: int) -> Listed:
+    """Returns the buffers of one of a rank's states, by its KVArgs."""
+    lists = args.state_data_ptrs, args.state_data_lens, args.state_item_lens
+    return Listed(args.state_types[number].value, *(each[number] for each in lists))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +175,10 @@ class Attention:
 NOTHING = Attention(Buffers((), (), ()), None)
 
 
+DRAFT = "draft "
+"""What the names of a draft model's components begin with."""
+
+
 @dataclass(frozen=True, slots=True)
 class Uncut:
     """Buffers of which every tensor-parallel rank has the same: one item a page, request or token, which stays whole.
@@ -139,6 +204,21 @@ class Uncut:
     is_drafts: bool = False
     window_tokens: int | None = None
     stage: Stage | None = None
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        buffers: Buffers,
+        packing: str | None,
+        group: str,
+        stage: Stage | None = None,
+        *,
+        window_tokens: int | None = None,
+    ) -> Uncut:
+        """Of layers that all have one. The name says whether they are a draft model's."""
+        layers = tuple(range(len(buffers)))
+        return cls(name, layers, len(layers), buffers, packing, group, name.startswith(DRAFT), window_tokens, stage)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvferry.engines.sglang.caches import Attention, Buffers, Heads, Stage, Uncut
+from kvferry.engines.sglang.caches import DRAFT, Attention, Buffers, Heads, Listed, Stage, Uncut
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP, PENDING_GROUP, TAIL_GROUP
 from kvferry.engines.sglang.minimax import MINIMAX_POOLS
 from kvferry.errors import LayoutError
@@ -65,100 +65,78 @@ def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, 
         )
 
 
-def index_of(main: Any, draft: Any, addresses: list[int], lengths: list[int], items: list[int]) -> list[Uncut]:
-    """Returns the index of sparse attention: layer by layer, a draft model's behind the model's own.
+def sparse_of(main: Any, draft: Any, listed: Listed) -> list[Uncut]:
+    """Returns the index of sparse attention, or what a pooled one has of a request's last tokens: no whole pool yet.
+
+    It is listed layer by layer, a draft model's behind the model's own. Of last tokens a request has a ring, of keys
+    and then of scores, in which every token's place follows from its position: it is the same on both sides.
 
     Args:
         main: the model's DSATokenToKVPool.
         draft: a draft model's pool; None if there is none.
-        addresses: of the buffers, as SGLang lists them.
-        lengths: of each.
-        items: the bytes of one page of each; 0 where a layer has none.
+        listed: the buffers, of a page or a ring; a layer that takes another one's choice has none.
 
     Raises:
         LayoutError: if there are not as many as layers.
     """
-    return [
-        _uncut(("draft " if of_draft else "") + "index", pool, of_draft, _order(pool), addresses, lengths, items, first)
-        for pool, of_draft, first in _parts(main, draft, "index", items, kinds=1)
-    ]
-
-
-def tails_of(main: Any, draft: Any, addresses: list[int], lengths: list[int], items: list[int]) -> list[Uncut]:
-    """Returns what a pooled index has of a request's last tokens, which are no whole pool yet: keys, then scores.
-
-    A request has a ring of them, in which every token's place follows from its position: it is the same on both sides.
-
-    Args:
-        main: as for `index_of`.
-        draft: as for `index_of`.
-        addresses: as for `index_of`.
-        lengths: as for `index_of`.
-        items: the bytes of one request's ring in each; 0 where a layer has none.
-
-    Raises:
-        LayoutError: as for `index_of`.
-    """
-    return [
-        _uncut(
-            f"{'draft ' if of_draft else ''}index tail {kind}",
-            pool,
-            of_draft,
-            None,
-            addresses,
-            lengths,
-            items,
-            first + number * pool.layer_num,
+    is_tail = listed.name == "dsa_tail"
+    what, kinds = ("index tail", (" keys", " scores")) if is_tail else ("index", ("",))
+    drafts = draft.layer_num if type(draft).__name__ in _SPARSE else 0
+    if len(listed.items) != len(kinds) * (main.layer_num + drafts):
+        raise LayoutError(
+            f"SGLang lists {len(listed.items)} buffers of the {what} of {main.layer_num} layers and {drafts} of a "
+            f"draft model: {len(kinds)} for each were expected. Leave the draft model away"
         )
-        for pool, of_draft, first in _parts(main, draft, "index tail", items, kinds=2)
-        for number, kind in enumerate(("keys", "scores"))
-    ]
+    if not any(listed.items[: main.layer_num]):
+        raise LayoutError(
+            f"no layer on this rank has an {what} of its own: all take another layer's choice. Choose --pp-size so "
+            "that every stage has one"
+        )
+    has_drafts = any(listed.items[len(kinds) * main.layer_num :])
+    uncut = []
+    for pool, prefix in ((main, ""), *([(draft, DRAFT)] if has_drafts else [])):
+        packing, group = (None, TAIL_GROUP) if is_tail else (_order(pool), INDEX_GROUP)
+        for kind in kinds:
+            layers, buffers = listed.take_layers(pool.layer_num)
+            name = f"{prefix}{what}{kind}"
+            uncut.append(Uncut(name, layers, pool.layer_num, buffers, packing, group, bool(prefix)))
+    return uncut
 
 
-def pending_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
-    """Returns what QSA's index has of a request's last tokens, which are no whole pool yet: keys, and positions.
+def pooled_of(target: Any, draft: Any, listed: Listed) -> list[Uncut]:
+    """Returns the pooled keys of QSA's index, or what it has of a request's last tokens: no whole pool yet.
 
-    A request has a ring of them, as long as a pool, in which every token's place follows from its position.
+    Pooled keys are in the pages of the tokens that they are pooled from. Of last tokens a request has a ring of keys,
+    and then one of positions, as long as a pool, in which every token's place follows from its position.
 
     Args:
         target: the model's QSATokenToKVPool.
         draft: a draft model's pool; None if there is none.
-        given: the buffers, as SGLang lists them: a pool's keys, then its positions.
+        listed: the buffers, a draft model's behind the model's own.
 
     Raises:
         LayoutError: if there are not as many as layers.
     """
+    is_pending = listed.name == "qsa_pending"
+    pools = [(pool, prefix) for pool, prefix in ((target, ""), (draft, DRAFT)) if type(pool).__name__ == _POOLED]
+    count = sum(len(pool.qsa_key_state_buffer_pool) + is_pending for pool, _ in pools)
+    if count != len(listed.items):
+        raise LayoutError(
+            f"SGLang lists {len(listed.items)} buffers of QSA's index, and its pools have {count}. Leave the draft "
+            "model away"
+        )
     uncut = []
-    for pool, prefix, begin in _pooled(target, draft, given, positions=1):
-        layers = len(pool.qsa_key_state_buffer_pool)
-        keys, positions = given[begin : begin + layers], given[begin + layers : begin + layers + 1]
-        for what, count, buffers in (("keys", layers, keys), ("positions", 1, positions)):
-            each = Uncut(
-                f"{prefix}pending index {what}", tuple(range(count)), count, buffers, None, PENDING_GROUP, bool(prefix)
-            )
+    for pool, prefix in pools:
+        keys = listed.take(len(pool.qsa_key_state_buffer_pool))
+        if is_pending:
+            uncut.append(Uncut.of(f"{prefix}pending index keys", keys, None, PENDING_GROUP))
             # Positions are the same for all layers: every stage has them.
-            uncut.append(replace(each, stage=Stage()) if what == "positions" else each)
-    return uncut
-
-
-def pooled_keys_of(target: Any, draft: Any, given: Buffers) -> list[Uncut]:
-    """Returns the pooled keys of QSA's index, by layer, in the pages of the tokens that they are pooled from.
-
-    Args:
-        target: as for `pending_keys_of`.
-        draft: as for `pending_keys_of`.
-        given: the buffers, as SGLang lists them.
-
-    Raises:
-        LayoutError: as for `pending_keys_of`.
-    """
-    uncut = []
-    for pool, prefix, begin in _pooled(target, draft, given, positions=0):
-        layers = len(pool.qsa_key_state_buffer_pool)
+            name, positions = f"{prefix}pending index positions", listed.take(1)
+            uncut.append(Uncut.of(name, positions, None, PENDING_GROUP, Stage()))
+            continue
         dtype = str(pool.qsa_compressed_dtype).removeprefix("torch.")
         packing = f"SGLang's QSA keys of {pool.page_size} tokens, pooled by {pool.qsa_compress_ratio}, {dtype}"
-        part = given[begin : begin + layers]
-        uncut.append(Uncut(f"{prefix}index", tuple(range(layers)), layers, part, packing, KV_GROUP, bool(prefix)))
+        uncut.append(Uncut.of(f"{prefix}index", keys, packing, KV_GROUP))
     return uncut
 
 
@@ -203,62 +181,9 @@ def _of_tokens(tensors: Sequence[Any], page_tokens: int) -> Buffers:
     )
 
 
-def _pooled(target: Any, draft: Any, given: Buffers, *, positions: int) -> list[tuple[Any, str, int]]:
-    """Returns the pools that are listed, what their components' names begin with, and where each begins in the list."""
-    listed = []
-    begin = 0
-    for pool, prefix in ((target, ""), (draft, "draft ")):
-        if type(pool).__name__ == _POOLED:
-            listed.append((pool, prefix, begin))
-            begin += len(pool.qsa_key_state_buffer_pool) + positions
-    if begin != len(given):
-        raise LayoutError(
-            f"SGLang lists {len(given)} buffers of QSA's index, and its pools have {begin}. Leave the draft model away"
-        )
-    return listed
-
-
 def _order(pool: Any) -> str:
     """Names the order within a page of the index."""
     return (
         f"SGLang's index of {pool.index_page_size} keys of {pool.index_head_dim}, pooled by {pool.index_kpool}, for "
         f"{'ROCm' if torch.version.hip else 'CUDA'}"
     )
-
-
-def _parts(main: Any, draft: Any, what: str, items: list[int], *, kinds: int) -> list[tuple[Any, bool, int]]:
-    """Returns the pools that are listed, whether each is a draft's, and where it begins in the list."""
-    drafts = draft.layer_num if type(draft).__name__ in _SPARSE else 0
-    if len(items) != kinds * (main.layer_num + drafts):
-        raise LayoutError(
-            f"SGLang lists {len(items)} buffers of the {what} of {main.layer_num} layers and {drafts} of a draft "
-            f"model: {kinds} for each were expected. Leave the draft model away"
-        )
-    if not any(items[: main.layer_num]):
-        raise LayoutError(
-            f"no layer on this rank has an {what} of its own: all take another layer's choice. Choose --pp-size so "
-            "that every stage has one"
-        )
-    begin = kinds * main.layer_num
-    return [(main, False, 0), *([(draft, True, begin)] if any(items[begin:]) else [])]
-
-
-def _uncut(
-    name: str,
-    pool: Any,
-    of_draft: bool,
-    packing: str | None,
-    addresses: list[int],
-    lengths: list[int],
-    items: list[int],
-    first: int,
-) -> Uncut:
-    """Returns the layers of one pool, without those that share another layer's and have nothing of their own."""
-    layers = tuple(layer for layer in range(pool.layer_num) if items[first + layer])
-    buffers = Buffers(
-        tuple(addresses[first + layer] for layer in layers),
-        tuple(lengths[first + layer] for layer in layers),
-        tuple(items[first + layer] for layer in layers),
-    )
-    group = TAIL_GROUP if packing is None else INDEX_GROUP
-    return Uncut(name, layers, pool.layer_num, buffers, packing, group, of_draft)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvferry.engines.sglang.caches import NOTHING, Buffers, Caches, Stage, Uncut
+from kvferry.engines.sglang.caches import DRAFT, NOTHING, Caches, Listed, Stage, Uncut, listed_state
 from kvferry.engines.sglang.layouts import (
     COMPRESSION_GROUP,
     KV_GROUP,
@@ -46,7 +46,7 @@ def compressed_caches(
         LayoutError: if SGLang's lists are not what its pool has, or there is something that kvferry does not transfer.
     """
     _check(args, target, draft)
-    kv = _Listed("keys and values", args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+    kv = Listed("keys and values", args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
     of_target, of_draft = _layers(target, layers), _Layers()
     uncut = [*_latents(target, kv, of_target)]
     kv.check_empty()
@@ -56,10 +56,8 @@ def compressed_caches(
         is_drafts = name == "request_row" or name in seen
         seen.add(name)
         pool, mine = (draft, of_draft) if is_drafts else (target, of_target)
-        listed = _Listed(
-            name, *(each[number] for each in (args.state_data_ptrs, args.state_data_lens, args.state_item_lens))
-        )
-        uncut += _READERS[name](pool, listed, "draft " if is_drafts else "", mine)
+        listed = listed_state(args, number)
+        uncut += _READERS[name](pool, listed, DRAFT if is_drafts else "", mine)
         listed.check_empty()
     return Caches(
         kv=NOTHING,
@@ -129,36 +127,6 @@ def _layers(pool: Any, total: int | None) -> _Layers:
     return _Layers(ratios, pool._stage_start)
 
 
-class _Listed:
-    """Buffers in the order in which SGLang lists them."""
-
-    def __init__(self, name: str, addresses: list[int], lengths: list[int], items: list[int]) -> None:
-        self._name, self._at = name, 0
-        self._addresses, self._lengths, self._items = addresses, lengths, items
-
-    def take(self, count: int, *, places: int = 1) -> Buffers:
-        """Returns the next ones.
-
-        Args:
-            places: how many of ours one of SGLang's items has.
-        """
-        start, self._at = self._at, self._at + count
-        if self._at > len(self._addresses):
-            raise LayoutError(f"SGLang lists {len(self._addresses)} buffers of {self._name}, and its pool has more")
-        part = slice(start, self._at)
-        return Buffers(
-            tuple(self._addresses[part]),
-            tuple(self._lengths[part]),
-            tuple(item // places for item in self._items[part]),
-        )
-
-    def check_empty(self) -> None:
-        if self._at != len(self._addresses):
-            raise LayoutError(
-                f"SGLang lists {len(self._addresses)} buffers of {self._name}, and {self._at} are known of its pool"
-            )
-
-
 def _check(args: Any, target: Any, draft: Any) -> None:
     if target.request_window is not None:
         raise LayoutError(
@@ -187,26 +155,19 @@ def _check(args: Any, target: Any, draft: Any) -> None:
         )
 
 
-def _uncut(
-    name: str, buffers: Buffers, packing: str | None, group: str, stage: Stage, *, window_tokens: int | None = None
-) -> Uncut:
-    layers = tuple(range(len(buffers)))
-    return Uncut(name, layers, len(layers), buffers, packing, group, name.startswith("draft "), window_tokens, stage)
-
-
-def _latents(pool: Any, listed: _Listed, layers: _Layers) -> Iterator[Uncut]:
+def _latents(pool: Any, listed: Listed, layers: _Layers) -> Iterator[Uncut]:
     """Yields latents and their index, compression by compression, as `get_contiguous_buf_infos` lists them."""
     here = pool.compression_ratios[pool._stage_start : pool._stage_end]
     for ratio, latents in pool.kv_pools.items():
         count, stage = here.count(ratio), layers.compressed_by(ratio)
         if pool._unified_kv:
             order = f"SGLang's rows of {pool.page_size // ratio} tokens"
-            yield _uncut(f"latent of {ratio}", listed.take(count), order, KV_GROUP, stage)
+            yield Uncut.of(f"latent of {ratio}", listed.take(count), order, KV_GROUP, stage)
             if pool._unified_kv_fp8:
-                yield _uncut(f"rope of {ratio}", listed.take(count), order, KV_GROUP, stage)
+                yield Uncut.of(f"rope of {ratio}", listed.take(count), order, KV_GROUP, stage)
         elif latents is not None:
             order = f"SGLang's {_name(latents)} of {latents.page_size} tokens"
-            yield _uncut(f"latent of {ratio}", listed.take(len(latents.kv_buffer)), order, KV_GROUP, stage)
+            yield Uncut.of(f"latent of {ratio}", listed.take(len(latents.kv_buffer)), order, KV_GROUP, stage)
         index = pool.index_pools.get(ratio)
         if index is None:
             continue
@@ -215,10 +176,12 @@ def _latents(pool: Any, listed: _Listed, layers: _Layers) -> Iterator[Uncut]:
             f"{'4' if index.use_fp4_indexer else '8'} bits{', rows of 8' if index.index_k_page8 else ''}"
         )
         if index.uses_aiter_fp4_layout:
-            yield _uncut(f"index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
-            yield _uncut(f"scale of index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
+            yield Uncut.of(f"index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
+            yield Uncut.of(f"scale of index of {ratio}", listed.take(index.layer_num), order, KV_GROUP, stage)
         else:
-            yield _uncut(f"index of {ratio}", listed.take(len(index.index_k_with_scale_buffer)), order, KV_GROUP, stage)
+            yield Uncut.of(
+                f"index of {ratio}", listed.take(len(index.index_k_with_scale_buffer)), order, KV_GROUP, stage
+            )
 
 
 def _name(pool: Any) -> str:
@@ -226,7 +189,7 @@ def _name(pool: Any) -> str:
     return "uniform_fp8" if type(pool).__name__ == "DeepSeekV4UniformFP8KVPool" else str(pool.kv_layout.value)
 
 
-def _windows(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
+def _windows(pool: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields windows, and what layers have not compressed of them: in pages, as the windows, or in rings of requests.
 
     SGLang lists rings of requests beside the windows' pages, too, although they have no such pages.
@@ -234,14 +197,14 @@ def _windows(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterat
     if pool.swa_kv_pool is not None:
         order = f"SGLang's {_name(pool.swa_kv_pool)} of {pool.swa_kv_pool.page_size} tokens"
         buffers = listed.take(len(pool.swa_kv_pool.kv_buffer))
-        yield _uncut(f"{prefix}window latent", buffers, order, WINDOW_GROUP, layers.with_windows())
+        yield Uncut.of(f"{prefix}window latent", buffers, order, WINDOW_GROUP, layers.with_windows())
     for what, states in (("latent", pool.compress_state_pools), ("index", pool.indexer_compress_state_pools)):
         here = [each for each in states if each is not None and not each.request_scoped]
         if not here:
             continue
         # Rings of pages have OVERLAP_TOKENS of each page of the window, of which the first need not be whole.
         pages = 1 if pool._unified_kv else -(-pool.sliding_window // pool.swa_page_size) + 1
-        yield _uncut(
+        yield Uncut.of(
             f"{prefix}pending {what} of {here[0].ratio}, {_dtype(here[0])}",
             listed.take(len(here), places=here[0].ring_size),
             None,
@@ -251,16 +214,16 @@ def _windows(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterat
         )
 
 
-def _rings(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
+def _rings(pool: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields windows in rings of requests: SGLang's items are places in them."""
     kinds = ("latent", "rope") if pool._unified_kv_fp8 else ("latent",)
     for kind in kinds:
         buffers, window_tokens = listed.take(len(pool.unified_kv_pool.kv_buffer)), pool.unified_swa_window
         name, stage = f"{prefix}window {kind}", layers.with_windows()
-        yield _uncut(name, buffers, None, RING_GROUP, stage, window_tokens=window_tokens)
+        yield Uncut.of(name, buffers, None, RING_GROUP, stage, window_tokens=window_tokens)
 
 
-def _pending(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
+def _pending(pool: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields what layers have not compressed of a request's last tokens, in a place of the request's own."""
     here = [each for each in pool.compress_state_pools if each is not None and each.request_scoped]
     first = here[0]
@@ -268,15 +231,15 @@ def _pending(pool: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterat
     stage = layers.compressed_by(first.ratio)
     if first.ratio == 2:
         buffers = listed.take(len(here), places=first.ring_size)
-        yield _uncut(name, buffers, None, PAIR_GROUP, stage, window_tokens=PAIR_TOKENS)
+        yield Uncut.of(name, buffers, None, PAIR_GROUP, stage, window_tokens=PAIR_TOKENS)
         return
     # A ring of 128 tokens is one item, of which a request may have several: sides may have another number of them.
-    yield _uncut(name, listed.take(len(here)), None, COMPRESSION_GROUP, stage)
+    yield Uncut.of(name, listed.take(len(here)), None, COMPRESSION_GROUP, stage)
 
 
-def _rows(_: Any, listed: _Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
+def _rows(_: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields where the draft model's windows begin."""
-    yield _uncut(f"{prefix}window begin", listed.take(1), None, ROW_GROUP, layers.with_windows())
+    yield Uncut.of(f"{prefix}window begin", listed.take(1), None, ROW_GROUP, layers.with_windows())
 
 
 def _dtype(pool: Any) -> str:

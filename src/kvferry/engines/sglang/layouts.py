@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from kvferry import Axis, Component, Device, Entry, Interval, Paging, RankCoordinates, RankLayout, Shard, split
-from kvferry.engines.sglang.caches import Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import DRAFT, Attention, Block, Buffers, Caches, Heads, Stage, StateBuffer, Uncut
 from kvferry.engines.sglang.placement import Part, Placement, placed
 from kvferry.errors import LayoutError
 
@@ -32,8 +32,8 @@ INDEX_GROUP = "index"
 """Of a draft model, and of DeepSeek V3.2's index, where ranks divide the tokens of keys and values: elsewhere these are
 in the pages of those."""
 
-DRAFT, DENSE = "draft ", "dense "
-"""What the names of a draft model's components begin with, and of those of layers that SGLang lists apart."""
+DENSE = "dense "
+"""What the names of components of layers begin with that SGLang lists apart."""
 
 _SPARSE = (INDEX_GROUP, TAIL_GROUP)
 """Groups of what DeepSeek V3.2 has beside latents."""

@@ -60,7 +60,7 @@ def index_of_rows(pool: Any, rows: Buffers) -> Uncut:
         rows: its buffers, as SGLang lists them: one for each layer.
     """
     packing = f"SGLang's rows of {pool.page_size} index keys of 4 bits"
-    return Uncut("index", tuple(range(len(rows))), len(rows), rows, packing, KV_GROUP)
+    return Uncut.of("index", rows, packing, KV_GROUP)
 
 
 def layers_of_model(model: Any) -> tuple[list[int], list[int]]:

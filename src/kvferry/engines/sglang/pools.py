@@ -15,15 +15,13 @@ from typing import Any
 from kvferry import RankCoordinates
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Buffers, Caches, Heads, Stages, StateBuffer, Uncut
+from kvferry.engines.sglang.caches import Attention, Buffers, Caches, Heads, Stages, StateBuffer, Uncut, listed_state
 from kvferry.engines.sglang.companions import (
     check_listed,
-    index_of,
     own_scales_of,
-    pending_keys_of,
-    pooled_keys_of,
+    pooled_of,
     scales_of,
-    tails_of,
+    sparse_of,
 )
 from kvferry.engines.sglang.heads import total_of
 from kvferry.engines.sglang.look_ups import take_over
@@ -282,15 +280,11 @@ class _Reading:
         return reading
 
     def _listed(self, number: int) -> Buffers:
-        """Returns the buffers of a state, where SGLang has one list of them."""
-        args = self.args
-        lists = args.state_data_ptrs[number], args.state_data_lens[number], args.state_item_lens[number]
-        return Buffers(*(tuple(each) for each in lists))
+        """Returns all buffers of a state, where they are one pool's."""
+        return listed_state(self.args, number).rest()
 
-    def read_sparse(self, number: int, kind: str) -> None:
-        read = index_of if kind == "dsa" else tails_of
-        lists = self.args.state_data_ptrs, self.args.state_data_lens, self.args.state_item_lens
-        self.uncut += read(self.main, self.pools.draft, *(each[number] for each in lists))
+    def read_sparse(self, number: int, _: str) -> None:
+        self.uncut += sparse_of(self.main, self.pools.draft, listed_state(self.args, number))
 
     def read_window(self, number: int, _: str) -> None:
         heads = _heads_of(self.windowed, self.claims[1], self.place, _WINDOWS)
@@ -306,9 +300,8 @@ class _Reading:
         heads = scales_of(pool, _heads_of(pool, claimed, self.place, which))
         self.scales[kind] = Attention(self._listed(number), heads)
 
-    def read_keys(self, number: int, kind: str) -> None:
-        read = pending_keys_of if kind == "qsa_pending" else pooled_keys_of
-        self.uncut += read(self.pools.target, self.pools.draft, self._listed(number))
+    def read_pooled(self, number: int, _: str) -> None:
+        self.uncut += pooled_of(self.pools.target, self.pools.draft, listed_state(self.args, number))
 
     def read_apart(self, number: int, kind: str) -> None:
         given = self._listed(number)
@@ -329,8 +322,8 @@ _READERS: Mapping[str, Callable[[_Reading, int, str], None]] = {
     "swa": _Reading.read_window,
     "block_scale": _Reading.read_scales,
     "block_scale_swa": _Reading.read_scales,
-    "qsa_pending": _Reading.read_keys,
-    "qsa_compressed": _Reading.read_keys,
+    "qsa_pending": _Reading.read_pooled,
+    "qsa_compressed": _Reading.read_pooled,
     INDEX: _Reading.read_apart,
     DENSE: _Reading.read_apart,
 }
