@@ -274,7 +274,6 @@ class Caches:
         kv: full attention, or latents, without those of a draft model.
         page_tokens: tokens a page, in all pools with pages.
         draft: a draft model's buffers, whose pages have the numbers of the others'.
-        draft_packing: the order within the draft's pages, as in `Heads`.
         draft_heads: those of a draft model; None for latents.
         window: the pool of sliding-window attention, where that has its own.
         window_tokens: how long that window is.
@@ -290,7 +289,6 @@ class Caches:
     kv: Attention
     page_tokens: int
     draft: Buffers = field(default_factory=lambda: Buffers((), (), ()))
-    draft_packing: str | None = None
     draft_heads: Heads | None = None
     window: Attention | None = None
     window_tokens: int | None = None
@@ -301,3 +299,8 @@ class Caches:
     index: Attention | None = None
     uncut: tuple[Uncut, ...] = ()
     stages: Stages = Stages()
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether this rank, or another pipeline stage, has layers in `kv`."""
+        return bool(len(self.kv)) or bool(self.stages.attention.total)

@@ -8,7 +8,7 @@ rank, which only the rank of the same number on a side of as many can have.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate
 
 from kvferry import Axis, Component, Device, Entry, Interval, Paging, RankCoordinates, RankLayout, Shard, split
@@ -51,40 +51,13 @@ def describe(caches: Caches, where: Placement | RankCoordinates, device: Device)
     """
     place = placed(where)
     _check_tokens(caches, place)
-    has_attention = bool(len(caches.kv)) or bool(caches.stages.attention.total)
     has_state_alone = bool(caches.state) and caches.window is None
     # A kind of layers may be elsewhere: in host memory, or on another stage.
     has_others = caches.dense is not None or caches.index is not None
     has_others |= any(each.group in (KV_GROUP, INDEX_GROUP) for each in caches.uncut)
-    if not (has_attention or has_state_alone or has_others):
+    if not (caches.has_attention or has_state_alone or has_others):
         raise LayoutError("this model has no layer with full attention, whose pages a request is sent by")
-    pools = _Pools(caches, place, device)
-    stage = caches.stages.attention
-    shards = [*pools.attention("", caches.kv, stage, group=KV_GROUP)] if has_attention else []
-    if caches.dense is not None:
-        shards += pools.attention(DENSE, caches.dense, caches.stages.dense, group=KV_GROUP)
-    if caches.index is not None:
-        shards += pools.attention("", caches.index, stage, group=KV_GROUP, whole="index of keys")
-    if len(caches.draft):
-        shards += pools.draft(caches.draft)
-    if caches.window is not None:
-        shards += pools.attention(
-            "window ", caches.window, caches.stages.window, group=WINDOW_GROUP, window_tokens=caches.window_tokens
-        )
-    if caches.scales is not None:
-        shards += pools.attention("scale of ", caches.scales, stage, group=KV_GROUP)
-    if caches.window_scales is not None:
-        shards += pools.attention(
-            "scale of window ",
-            caches.window_scales,
-            caches.stages.window,
-            group=WINDOW_GROUP,
-            window_tokens=caches.window_tokens,
-        )
-    for each in caches.uncut:
-        shards += pools.uncut(each)
-    shards += pools.state(caches.state)
-    return RankLayout(shards=tuple(shards), tokens=place.tokens)
+    return RankLayout(shards=tuple(_Pools(caches, place, device).shards()), tokens=place.tokens)
 
 
 def _check_tokens(caches: Caches, place: Placement) -> None:
@@ -110,7 +83,7 @@ def _check_tokens(caches: Caches, place: Placement) -> None:
 
 
 class _Pools:
-    """Describes one pool after the other."""
+    """Describes a rank's pools, one after the other."""
 
     def __init__(self, caches: Caches, place: Placement, device: Device) -> None:
         self._caches = caches
@@ -122,92 +95,116 @@ class _Pools:
         # A page of a draft model's has the tokens of all ranks that divide them.
         self._draft_page = caches.page_tokens * place.token_parts
         # Pools that share page numbers may be rounded up to more pages than another one has.
-        alike = {
-            KV_GROUP: [caches.kv, caches.dense, caches.index, caches.scales],
-            WINDOW_GROUP: [caches.window, caches.window_scales],
-        }
-        counts: dict[str, list[int]] = {self._draft_group: [_pages(caches.draft)]} if len(caches.draft) else {}
-        for group, pools in alike.items():
-            counts.setdefault(group, []).extend(
-                _pages(each.buffers) for each in pools if each is not None and len(each)
-            )
-        for each in caches.uncut:
-            counts.setdefault(self._group_of(each), []).append(_pages(each.buffers))
-        self._counts = {group: min(pages) for group, pages in counts.items() if pages}
+        counts: dict[str, list[int]] = {}
+        for group, buffers in (
+            (self._draft_group, caches.draft),
+            *((group, pool.buffers) for _, pool, _, group, _ in self._attention()),
+            *((self._group_of(each), each.buffers) for each in caches.uncut),
+        ):
+            if len(buffers):
+                counts.setdefault(group, []).append(_pages(buffers))
+        self._counts = {group: min(pages) for group, pages in counts.items()}
+
+    def shards(self) -> Iterator[Shard]:
+        """Yields all shards."""
+        for row in self._attention():
+            yield from self._keys_and_values(*row)
+        yield from self._drafts()
+        for each in self._caches.uncut:
+            yield from self._uncut(each)
+        yield from self._state(self._caches.state)
+
+    def _attention(self) -> Iterator[tuple[str, Attention, Stage, str, str]]:
+        """Yields pools with pages: what names begin with, the pool, its layers, its group, and what is whole in it."""
+        caches, stages = self._caches, self._caches.stages
+        for prefix, pool, stage, group, whole in (
+            ("", caches.kv if caches.has_attention else None, stages.attention, KV_GROUP, "latent"),
+            (DENSE, caches.dense, stages.dense, KV_GROUP, "latent"),
+            ("", caches.index, stages.attention, KV_GROUP, "index of keys"),
+            ("window ", caches.window, stages.window, WINDOW_GROUP, "latent"),
+            ("scale of ", caches.scales, stages.attention, KV_GROUP, "latent"),
+            ("scale of window ", caches.window_scales, stages.window, WINDOW_GROUP, "latent"),
+        ):
+            if pool is not None:
+                yield prefix, pool, stage, group, whole
 
     def _group_of(self, given: Uncut) -> str:
         return self._index_group if given.group == INDEX_GROUP else given.group
 
-    def attention(
-        self,
-        prefix: str,
-        pool: Attention,
-        stage: Stage,
-        *,
-        group: str,
-        window_tokens: int | None = None,
-        whole: str = "latent",
-    ) -> Iterator[Shard]:
+    def _keys_and_values(self, prefix: str, pool: Attention, stage: Stage, group: str, whole: str) -> Iterator[Shard]:
         """Yields the shards of keys and values, or of latents, or of what else is `whole` on every rank."""
-        for kind, (name, part, head_bytes) in enumerate(_keys_and_values(pool, whole)):
-            part_bytes = None if pool.part_bytes is None else pool.part_bytes[kind]
-            heads, packing = pool.heads, pool.heads.packing if pool.heads is not None else None
-            row_bytes = heads.held * head_bytes if heads else 0
-            if len(part):
-                row_bytes = _row_bytes(part, name, self._caches.page_tokens, part_bytes)
-            if not row_bytes:
-                raise LayoutError(
-                    f"no layer of this pipeline stage has {prefix}{name}, and nothing says how long it is elsewhere: "
-                    "divide layers so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
-                )
-            if heads is not None and row_bytes != heads.held * head_bytes:
-                raise LayoutError(
-                    f"{prefix}{name}: {row_bytes} bytes a token are not those of {heads.held} heads of {head_bytes} "
-                    "bytes, which SGLang's pool has"
-                )
-            divided, held = self._heads(heads, self._place.heads)
-            layers = _layers(len(part), stage)
-            page = _Page(row_bytes // len(held), self._caches.page_tokens, packing)
-            component = Component(
-                name=prefix + name,
-                axes=(Axis("layer", layers[0]), divided, page.axis),
-                dtype="uint8",
-                entry=page.entry,
-                packing=packing,
-                window_tokens=window_tokens,
+        for kind, (name, part, head_bytes) in enumerate(_kinds_of(pool, whole)):
+            yield self._shard(
+                prefix + name,
+                replace(pool, buffers=part, part_bytes=pool.part_bytes[kind : kind + 1] if pool.part_bytes else None),
+                head_bytes,
+                _layers(len(part), stage),
+                group,
             )
-            pages = self._counts.get(group, pool.pages)
-            yield self._paged(component, (layers[1], held), part, page, group, pages)
 
-    def draft(self, buffers: Buffers) -> Iterator[Shard]:
+    def _drafts(self) -> Iterator[Shard]:
         """Yields the shards of a draft model, layer by layer, keys before values."""
-        pool = Attention(buffers, self._caches.draft_heads)
-        packing = self._caches.draft_packing
-        number = 0
-        for _, part, head_bytes in _keys_and_values(pool):
-            divided, held = self._heads(pool.heads, self._place.drafts)
+        pool, number = Attention(self._caches.draft, self._caches.draft_heads), 0
+        for _, part, head_bytes in _kinds_of(pool, "latent"):
             for index in range(len(part)):
-                name, layer = f"{DRAFT}{number}", part[index : index + 1]
-                row_bytes = _row_bytes(layer, name, self._draft_page)
-                if pool.heads is not None and row_bytes != pool.heads.held * head_bytes:
-                    raise LayoutError(
-                        f"{name}: {row_bytes} bytes a token are not those of {pool.heads.held} heads of {head_bytes} "
-                        "bytes, which the draft model's pool has"
-                    )
-                page = _Page(row_bytes // len(held), self._draft_page, packing)
-                component = Component(
-                    name=name,
-                    axes=(Axis("layer", 1), divided, page.axis),
-                    dtype="uint8",
-                    entry=page.entry,
-                    packing=packing,
-                    is_optional=True,
-                )
-                pages = self._counts[self._draft_group]
-                yield self._paged(component, (Interval(0, 1), held), layer, page, self._draft_group, pages)
+                layer = replace(pool, buffers=part[index : index + 1])
+                yield self._shard(f"{DRAFT}{number}", layer, head_bytes, (1, Interval(0, 1)), self._draft_group)
                 number += 1
 
-    def uncut(self, given: Uncut) -> Iterator[Shard]:
+    def _shard(self, name: str, pool: Attention, head_bytes: int, layers: tuple[int, Interval], group: str) -> Shard:
+        """Describes keys, or values, or what every rank has whole.
+
+        Args:
+            pool: with their buffers alone.
+            head_bytes: of one head and token.
+            layers: how many the model has, and which of them the rank holds.
+        """
+        is_drafts, buffers, heads = name.startswith(DRAFT), pool.buffers, pool.heads
+        tokens = self._draft_page if is_drafts else self._caches.page_tokens
+        row_bytes = heads.held * head_bytes if heads is not None else 0
+        if len(buffers):
+            row_bytes = _row_bytes(buffers, name, tokens, pool.part_bytes[0] if pool.part_bytes else None)
+        if not row_bytes:
+            raise LayoutError(
+                f"no layer of this pipeline stage has {name}, and nothing says how long it is elsewhere: divide layers "
+                "so that every stage has one (SGLANG_PP_LAYER_PARTITION)"
+            )
+        if heads is not None and row_bytes != heads.held * head_bytes:
+            raise LayoutError(
+                f"{name}: {row_bytes} bytes a token are not those of {heads.held} heads of {head_bytes} bytes, which "
+                f"{'the draft model' if is_drafts else 'SGLang'}'s pool has"
+            )
+        divided, held = self._heads(heads, self._place.drafts if is_drafts else self._place.heads)
+        packing = heads.packing if heads is not None else None
+        # Either a page's tokens lie one behind the other, or only the heads do.
+        entry, token_parts = (Entry.TOKEN, tokens) if packing is None else (Entry.PAGE, 1)
+        page_bytes = buffers.item_bytes[0] if len(buffers) else row_bytes * tokens  # may be a part of larger items
+        of_index = row_bytes // len(held) * (tokens // token_parts)
+        return Shard(
+            component=Component(
+                name=name,
+                axes=(Axis("layer", layers[0]), divided, Axis("byte", of_index)),
+                dtype="uint8",
+                entry=entry,
+                packing=packing,
+                window_tokens=self._caches.window_tokens if group == WINDOW_GROUP else None,
+                is_optional=is_drafts,
+            ),
+            box=(layers[1], held, Interval(0, of_index)),
+            addresses=buffers.addresses,
+            strides=(of_index, 1),
+            paging=Paging(
+                page_tokens=tokens,
+                num_pages=self._counts.get(group, pool.pages),
+                page_stride=page_bytes,
+                token_stride=page_bytes // tokens if entry is Entry.TOKEN else 0,
+            ),
+            device=self._device,
+            group=group,
+            has_every_token=group == DRAFT_GROUP,
+        )
+
+    def _uncut(self, given: Uncut) -> Iterator[Shard]:
         """Yields the shards of what every rank has whole: one for each run of neighbouring layers that have it."""
         sizes = set(given.buffers.item_bytes)
         if len(sizes) != 1:
@@ -246,7 +243,7 @@ class _Pools:
                 has_every_token=group == INDEX_GROUP,
             )
 
-    def state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
+    def _state(self, buffers: Sequence[StateBuffer]) -> Iterator[Shard]:
         """Yields the shards of recurrent state."""
         stage, kinds = self._caches.stages.state, [*_kinds(buffers)]
         if stage.total is not None and len(counts := {len(layers) for layers in kinds}) > 1:
@@ -323,59 +320,8 @@ class _Pools:
         for start, block, mine in zip(starts, state.blocks, held, strict=False):
             yield start, Axis("channel", block.channels), mine, row_bytes // state.channels
 
-    def _paged(
-        self,
-        component: Component,
-        box: tuple[Interval, Interval],
-        buffers: Buffers,
-        page: _Page,
-        group: str,
-        pages: int,
-    ) -> Shard:
-        page_bytes = len(box[1]) * page.axis.size * (page.tokens if page.entry is Entry.TOKEN else 1)
-        if len(buffers):  # what SGLang lists may be a part of larger items
-            page_bytes = buffers.item_bytes[0]
-        return Shard(
-            component=component,
-            box=(*box, Interval(0, page.axis.size)),
-            addresses=buffers.addresses,
-            strides=(page.axis.size, 1),
-            paging=Paging(
-                page_tokens=page.tokens,
-                num_pages=pages,
-                page_stride=page_bytes,
-                token_stride=page_bytes // page.tokens if page.entry is Entry.TOKEN else 0,
-            ),
-            device=self._device,
-            group=group,
-            has_every_token=group == DRAFT_GROUP,
-        )
 
-
-@dataclass(frozen=True, slots=True)
-class _Page:
-    """A page of attention: either its tokens lie one behind the other, or only the heads do.
-
-    Attributes:
-        index_bytes: what each index of the divided axis has of one token.
-        tokens: of the page.
-        packing: the order of what a head has of a page; None if tokens come first.
-    """
-
-    index_bytes: int
-    tokens: int
-    packing: str | None
-
-    @property
-    def entry(self) -> Entry:
-        return Entry.TOKEN if self.packing is None else Entry.PAGE
-
-    @property
-    def axis(self) -> Axis:
-        return Axis("byte", self.index_bytes if self.packing is None else self.index_bytes * self.tokens)
-
-
-def _keys_and_values(pool: Attention, whole: str = "latent") -> Iterator[tuple[str, Buffers, int]]:
+def _kinds_of(pool: Attention, whole: str) -> Iterator[tuple[str, Buffers, int]]:
     """Yields what a pool has of each kind, and the bytes of one head and token."""
     if pool.heads is None:
         yield whole, pool.buffers, 0

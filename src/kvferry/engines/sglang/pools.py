@@ -9,13 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.cache_kinds import check_order, check_pool, check_states
-from kvferry.engines.sglang.caches import Attention, Buffers, Caches, Heads, Stages, StateBuffer, Uncut, listed_state
+from kvferry.engines.sglang.caches import (
+    Attention,
+    Buffers,
+    Caches,
+    Heads,
+    Listed,
+    Stages,
+    StateBuffer,
+    Uncut,
+    listed_state,
+)
 from kvferry.engines.sglang.companions import (
     check_listed,
     own_scales_of,
@@ -94,9 +104,7 @@ class EnginePools:
     weights: Weights | None = None
 
 
-_window: ContextVar[int | None] = ContextVar("kvferry window", default=None)
-_draft_runner: ContextVar[Any] = ContextVar("kvferry draft runner", default=None)
-_weights: ContextVar[Weights | None] = ContextVar("kvferry weights", default=None)
+_scheduler: ContextVar[Any] = ContextVar("kvferry scheduler", default=None)
 
 
 def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, **named: Any) -> Any:
@@ -106,8 +114,7 @@ def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, *
     that attends; what runs the draft model; and, where the server takes another role, what its weights have become.
     """
     scheduler = queue.scheduler
-    token, draft = _window.set(scheduler.sliding_window_size), _draft_runner.set(_runner_of(scheduler))
-    weights = _weights.set(getattr(scheduler, "kvferry_weights", None))
+    token = _scheduler.set(scheduler)
     try:
         manager = original(queue, *arguments, **named)
         if hasattr(manager, "renew_weights"):  # one of ours
@@ -116,9 +123,7 @@ def around_managers(original: Callable[..., Any], queue: Any, *arguments: Any, *
             take_over(queue)
         return manager
     finally:
-        _window.reset(token)
-        _draft_runner.reset(draft)
-        _weights.reset(weights)
+        _scheduler.reset(token)
 
 
 def _runner_of(scheduler: Any) -> Any:
@@ -135,13 +140,14 @@ def remember_pools(
     req_to_token_pool: Any = None,
 ) -> None:
     """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
+    scheduler = _scheduler.get()
     kv_args.kvferry_pools = EnginePools(
         token_to_kv_pool,
         draft_token_to_kv_pool,
         req_to_token_pool,
-        _window.get(),
-        _draft_runner.get(),
-        _weights.get(),
+        None if scheduler is None else scheduler.sliding_window_size,
+        _runner_of(scheduler),
+        getattr(scheduler, "kvferry_weights", None),
     )
 
 
@@ -189,17 +195,15 @@ def caches_of(
     if name == compressed.POOL:
         layers = model.num_hidden_layers if place.pp_size > 1 else None
         return compressed.compressed_caches(args, pools.target, pools.draft, pools.window_tokens, layers=layers)
-    reading = _Reading.begun(args, pools, model, recurrent, totals, place, has_windows=name in _WITH_WINDOWS)
+    reading = _Reading(args, model, recurrent, totals, place)
     for number, kind in enumerate(args.state_types):
         _READERS.get(kind.value, _Reading.read_recurrent)(reading, number, kind.value)
     if place.pp_size > 1 and name == "MiniMaxSparseKVPool":
         reading.apart = of_stage(reading.apart, reading.full, model)
-    drafts = getattr(args, "num_draft_entries", 0)
     return Caches(
         kv=reading.full,
-        draft=_listed_kv(args)[len(args.kv_data_ptrs) - drafts :],
-        draft_packing=_draft_packing(pools.draft),
-        draft_heads=_draft_heads(pools, place) if drafts else None,
+        draft=reading.drafts,
+        draft_heads=_draft_heads(pools, place) if len(reading.drafts) or pools.draft is not None else None,
         page_tokens=args.page_size,
         window=reading.window,
         window_tokens=pools.window_tokens if reading.window is not None else None,
@@ -213,11 +217,6 @@ def caches_of(
     )
 
 
-def _listed_kv(args: Any) -> Buffers:
-    return Buffers(tuple(args.kv_data_ptrs), tuple(args.kv_data_lens), tuple(args.kv_item_lens))
-
-
-@dataclass(slots=True)
 class _Reading:
     """What has been read of a rank's caches: its keys and values, and then one after the other of its states.
 
@@ -226,58 +225,43 @@ class _Reading:
         windowed: that of layers with sliding windows; None if there is none.
         claims: how many heads the whole model has in either, by all that is said.
         full: keys and values of layers with full attention.
-        window: those of layers with sliding windows.
+        drafts: buffers of a draft model.
+        window: keys and values of layers with sliding windows.
         scales: of blocks of numbers, by SGLang's name of the state.
         apart: caches beside a layer's own, by SGLang's name.
         uncut: what every rank has whole.
         state: of layers with recurrent state.
     """
 
-    args: Any
-    pools: EnginePools
-    recurrent: Any
-    place: Placement
-    main: Any
-    windowed: Any
-    claims: tuple[int | None, int | None]
-    full: Attention
-    window: Attention | None = None
-    scales: dict[str, Attention] = field(default_factory=dict)
-    apart: dict[str, Attention] = field(default_factory=dict)
-    uncut: list[Uncut] = field(default_factory=list)
-    state: tuple[StateBuffer, ...] = ()
-
-    @classmethod
-    def begun(
-        cls,
-        args: Any,
-        pools: EnginePools,
-        model: Any,
-        recurrent: Any,
-        totals: Mapping[int, frozenset[int]],
-        place: Placement,
-        *,
-        has_windows: bool,
-    ) -> _Reading:
+    def __init__(
+        self, args: Any, model: Any, recurrent: Any, totals: Mapping[int, frozenset[int]], place: Placement
+    ) -> None:
         """Reads the keys and values of layers with full attention."""
-        target = pools.target
-        main = next((inner for each in _INNER if (inner := getattr(target, each, None)) is not None), target)
-        windowed = target.swa_kv_pool if has_windows else None
-        check_listed(args.state_types, target, main, windowed, pools.draft)
-        if is_unified(main) and pools.draft is not None:
+        self.args, self.recurrent, self.place = args, recurrent, place
+        self.pools: EnginePools = args.kvferry_pools
+        target, draft = self.pools.target, self.pools.draft
+        self.main = next((inner for each in _INNER if (inner := getattr(target, each, None)) is not None), target)
+        self.windowed = target.swa_kv_pool if type(target).__name__ in _WITH_WINDOWS else None
+        check_listed(args.state_types, target, self.main, self.windowed, draft)
+        if is_unified(self.main) and draft is not None:
             raise LayoutError(
                 "SGLang numbers a draft model's pages otherwise than the model's in unified memory, and hands in no "
                 "such numbers: leave --enable-unified-memory or the draft model away"
             )
-        claims = _claimed_heads(model, totals, main, windowed)
-        listed = _listed_kv(args)[: len(args.kv_data_ptrs) - getattr(args, "num_draft_entries", 0)]
-        full = _attention(main, listed, _heads_of(main, claims[0], place, _FULL))
-        reading = cls(args, pools, recurrent, place, main, windowed, claims, full)
-        if is_of_rows(main) and full.heads is not None:
-            reading.full, reading.scales["block_scale"] = parts_of_rows(main, full.buffers, full.heads)
-        elif (own := own_scales_of(main, full.heads)) is not None:
-            reading.scales["block_scale"] = own
-        return reading
+        self.claims = _claimed_heads(model, totals, self.main, self.windowed)
+        listed = Listed("keys and values", args.kv_data_ptrs, args.kv_data_lens, args.kv_item_lens)
+        buffers = listed.take(len(listed.items) - getattr(args, "num_draft_entries", 0))
+        self.drafts = listed.rest()
+        self.full = _attention(self.main, buffers, _heads_of(self.main, self.claims[0], place, _FULL))
+        self.window: Attention | None = None
+        self.scales: dict[str, Attention] = {}
+        self.apart: dict[str, Attention] = {}
+        self.uncut: list[Uncut] = []
+        self.state: tuple[StateBuffer, ...] = ()
+        if is_of_rows(self.main) and self.full.heads is not None:
+            self.full, self.scales["block_scale"] = parts_of_rows(self.main, self.full.buffers, self.full.heads)
+        elif (own := own_scales_of(self.main, self.full.heads)) is not None:
+            self.scales["block_scale"] = own
 
     def _listed(self, number: int) -> Buffers:
         """Returns all buffers of a state, where they are one pool's."""
@@ -371,12 +355,16 @@ def _heads_of(pool: Any, claimed: int | None, place: Placement, which: str) -> H
     if name not in _HEADS:
         raise LayoutError(f"{which} keep their cache in a {name}, which kvferry knows elsewhere, but not for them")
     packing = None if is_unified(pool) else _packing(pool, which)
-    item = pool.store_dtype.itemsize
-    total = _total_of(claimed, pool.head_num, place.heads, which)
-    dims = pool.head_dim, pool.v_head_dim
+    total, dims = _total_of(claimed, pool.head_num, place.heads, which), None
     if name == "MHATokenToKVPool" and getattr(pool, "k_scale_buffer", None) is not None:
         dims = pool.k_buffer[0].shape[-1], pool.v_buffer[0].shape[-1]  # two elements of 4 bits are one that is stored
-    return Heads(pool.head_num, total, dims[0] * item, dims[1] * item, packing)
+    return _heads(pool, total, packing, dims)
+
+
+def _heads(pool: Any, total: int | None, packing: str | None, dims: tuple[int, int] | None = None) -> Heads:
+    key, value = dims or (pool.head_dim, pool.v_head_dim)
+    item = pool.store_dtype.itemsize
+    return Heads(pool.head_num, total, key * item, value * item, packing)
 
 
 def _packing(pool: Any, which: str) -> str | None:
@@ -391,37 +379,22 @@ def _packing(pool: Any, which: str) -> str | None:
     return f"SGLang's {pool.kv_cache_layout}, elements of {pool.store_dtype.itemsize} bytes"
 
 
-def _draft_pool(pool: Any) -> Any:
-    """Returns the part of a draft model's pool that SGLang lists; None where that keeps latents.
+def _draft_heads(pools: EnginePools, place: Placement) -> Heads | None:
+    """Returns the heads of a draft model's layers, of which SGLang lists those with full attention.
+
+    Latents have none: every rank has the same of them.
 
     Raises:
         LayoutError: if kvferry does not transfer such pools.
     """
-    name = check_pool(pool, _DRAFTS)
-    inner = pool.full_kv_pool if name in ("SWAKVPool", "HybridLinearKVPool", "QSATokenToKVPool") else pool
-    return inner if check_pool(inner, _DRAFTS) == "MHATokenToKVPool" else None
-
-
-def _draft_packing(pool: Any) -> str | None:
-    inner = _draft_pool(pool) if pool is not None else None
-    return _packing(inner, _DRAFTS) if inner is not None else None
-
-
-def _draft_heads(pools: EnginePools, place: Placement) -> Heads | None:
-    """Returns the heads of a draft model's layers; None for latents, of which every rank has the same."""
-    pool = _draft_pool(pools.draft)
-    if pool is None:
+    pool = pools.draft
+    if check_pool(pool, _DRAFTS) in ("SWAKVPool", "HybridLinearKVPool", "QSATokenToKVPool"):
+        pool = pool.full_kv_pool
+    if check_pool(pool, _DRAFTS) != "MHATokenToKVPool":
         return None
     config = getattr(pools.draft_runner, "model_config", None)
     claimed = config.get_total_num_kv_heads() if config is not None else None
-    item = pool.store_dtype.itemsize
-    return Heads(
-        pool.head_num,
-        _total(claimed, pool.head_num, place.drafts),
-        pool.head_dim * item,
-        pool.v_head_dim * item,
-        _draft_packing(pools.draft),
-    )
+    return _heads(pool, _total(claimed, pool.head_num, place.drafts), _packing(pool, _DRAFTS))
 
 
 def _pages_of(pool: Any) -> int:
