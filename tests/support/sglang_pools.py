@@ -56,7 +56,7 @@ def remembered(
     worker = SimpleNamespace(_draft_model_runners=lambda: tuple(draft_runners)) if draft_runners else None
     scheduler = scheduler or SimpleNamespace()
     scheduler.sliding_window_size, scheduler.draft_worker = window_tokens, worker
-    around_managers(lambda _: remember_pools(args, *pools), SimpleNamespace(scheduler=scheduler))
+    around_managers(lambda _: remember_pools(None, args, *pools), SimpleNamespace(scheduler=scheduler))
 
 
 def heads_pool(

@@ -199,7 +199,7 @@ class _Pools:
 
         def make(_: Any) -> None:
             utils.setup_state_kv_args(args, self.tokens, None, len(layers), self.requests)
-            remember_pools(args, self.tokens, None, None, self.requests)
+            remember_pools(None, args, self.tokens, None, None, self.requests)
 
         around_managers(make, queue)
         return args

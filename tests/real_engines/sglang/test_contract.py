@@ -26,7 +26,7 @@ from tests.real_engines.sglang.changed import (
 
 from kvferry.engines.contract import contract_for
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, TRIED, engine_version
-from kvferry.engines.sglang.names import (
+from kvferry.engines.sglang.hooks import (
     BACKENDS,
     CREATE_RECEIVER,
     CREATE_SENDER,

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.names import (
+from kvferry.engines.sglang.hooks import (
     ADAPTER_LOADED,
     ADAPTER_OF_TENSORS,
     BACKENDS,

@@ -195,7 +195,7 @@ def announced(follows: Announced, *, rows: torch.Tensor = ROWS, may_leave: bool 
         token_to_kv_pool_allocator=SimpleNamespace(page_size=8, translate_kv_indices_for_transfer=lambda rows: rows),
         req_to_token_pool=SimpleNamespace(req_to_token=rows),
     )
-    announce(scheduler, SimpleNamespace(**request), may_leave=may_leave)
+    announce(None, scheduler, SimpleNamespace(**request), allow_send=may_leave)
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
-from kvferry.engines.sglang import names
+from kvferry.engines.sglang import hooks
 from kvferry.engines.sglang.contract_pools import INDEXED
-from kvferry.engines.sglang.names import where
+from kvferry.engines.sglang.hooks import where
 
 TRIED = ("0.5.22", "0.5.23")
 """The versions of SGLang with which every line below was tried, by the tests in tests/real_engines/sglang."""
@@ -44,7 +44,7 @@ _LOADING: tuple[Line, ...] = (
     Call(f"{_HOOKS}:HookRegistry.apply_hooks", 1, (), "we check after it that our hooks are in effect"),
     Mentions("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there"),
     Members(f"{_HOOKS}:HookType", {"AFTER": "after", "AROUND": "around", "REPLACE": "replace"}, "our hooks' kinds"),
-    Members(where(names.BACKENDS), {"NIXL": "nixl"}, "we add our name to them, and may take over this one"),
+    Members(where(hooks.BACKENDS), {"NIXL": "nixl"}, "we add our name to them, and may take over this one"),
     Members(
         "sglang.srt.disaggregation.utils:KVClassType",
         {
@@ -57,7 +57,7 @@ _LOADING: tuple[Line, ...] = (
         "we have a class for each of them",
         and_no_others=True,
     ),
-    Signature(where(names.KV_CLASS), "transfer_backend, class_type", "our hook on it gives SGLang our classes"),
+    Signature(where(hooks.KV_CLASS), "transfer_backend, class_type", "our hook on it gives SGLang our classes"),
     Call(
         "sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices",
         1,
@@ -151,13 +151,13 @@ _MANAGER: tuple[Line, ...] = (
         "it lists scales of keys, then of values",
     ),
     Signature(
-        where(names.STATE_ARGS),
+        where(hooks.STATE_ARGS),
         "kv_args, token_to_kv_pool, draft_token_to_kv_pool=, total_kv_layers=, req_to_token_pool=",
         "our hook on it remembers the pools, which SGLang does not hand to managers",
     ),
     *(
         line
-        for manager in (names.PREFILL_MANAGER, names.DECODE_MANAGER)
+        for manager in (hooks.PREFILL_MANAGER, hooks.DECODE_MANAGER)
         for line in (
             Signature(where(manager), "self", "our hook on it takes the scheduler's window"),
             Mentions(where(manager), ("setup_state_kv_args", "scheduler"), "our hook on that is called there"),
@@ -257,8 +257,8 @@ _SENDER: tuple[Line, ...] = (
         ("disagg_decode_prefix_len", "set_kv_checksum"),
         "SGLang's checksum begins behind the decode side's prefix",
     ),
-    Signature(where(names.CREATE_SENDER), "self, req, num_kv_heads", "our hook on it takes a request's conditions"),
-    Mentions(where(names.CREATE_SENDER), ("disagg_kv_sender", "bootstrap_room"), "our sender is made there"),
+    Signature(where(hooks.CREATE_SENDER), "self, req, num_kv_heads", "our hook on it takes a request's conditions"),
+    Mentions(where(hooks.CREATE_SENDER), ("disagg_kv_sender", "bootstrap_room"), "our sender is made there"),
 )
 
 _RECEIVER: tuple[Line, ...] = (
@@ -289,10 +289,10 @@ _RECEIVER: tuple[Line, ...] = (
     ),
     Members(f"{_BASE}:KVTransferDestination", {"DEVICE": "device"}, "other destinations are refused"),
     Signature(
-        where(names.CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"
+        where(hooks.CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"
     ),
-    Mentions(where(names.CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
-    Signature(where(names.SERVERS_KNOWN), "self, addr_to_reqs", "our hook on it keeps requests back"),
+    Mentions(where(hooks.CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
+    Signature(where(hooks.SERVERS_KNOWN), "self, addr_to_reqs", "our hook on it keeps requests back"),
     Mentions(
         f"{_DECODE}:DecodePreallocQueue._resolve_pending_reqs",
         ("_ensure_prefill_info", "_resolve_prefill_dp_rank", "_prefill_dp_rank_queries", "bootstrap_room", "result"),
@@ -304,7 +304,7 @@ _RECEIVER: tuple[Line, ...] = (
         "it asks in the background",
     ),
     Mentions(
-        where(names.SERVERS_KNOWN),
+        where(hooks.SERVERS_KNOWN),
         ("_ensure_retry_interval", "_max_ensure_retries", "try_ensure_parallel_info"),
         "requests wait for the look-up of their server for as long as we say",
     ),
@@ -314,11 +314,11 @@ _RECEIVER: tuple[Line, ...] = (
         "SGLang's checksum begins behind the decode side's prefix",
     ),
     Signature(
-        where(names.TRANSFER_QUEUE),
+        where(hooks.TRANSFER_QUEUE),
         "self, req_to_metadata_buffer_idx_allocator, metadata_buffers, scheduler, tree_cache",
         "our hook on it keeps pages until it is proven that nothing writes to them",
     ),
-    Mentions(where(names.TRANSFER_QUEUE), ("deferred_kv_release_timeout",), "our hook takes away that limit"),
+    Mentions(where(hooks.TRANSFER_QUEUE), ("deferred_kv_release_timeout",), "our hook takes away that limit"),
     Mentions(
         f"{_DECODE}:DecodeTransferQueue._defer_release",
         ("deferred_kv_release_timeout",),
@@ -332,15 +332,15 @@ _RECEIVER: tuple[Line, ...] = (
 )
 
 _STAGES: tuple[Line, ...] = (
-    Signature(where(names.STAGES_ENDED), "self", "ours in its place says which transfers have failed on a stage"),
-    Signature(where(names.STAGE_TAKES), "self, release_rids", "our hook on it tells later stages of failed transfers"),
-    Signature(where(names.STAGE_ADMITS), "self, prealloc_rids", "our hook on it admits later what had no memory yet"),
+    Signature(where(hooks.STAGES_ENDED), "self", "ours in its place says which transfers have failed on a stage"),
+    Signature(where(hooks.STAGE_TAKES), "self, release_rids", "our hook on it tells later stages of failed transfers"),
+    Signature(where(hooks.STAGE_ADMITS), "self, prealloc_rids", "our hook on it admits later what had no memory yet"),
     *(
         Mentions(where(hooked), used, "stages agree by it")
         for hooked, used in {
-            names.STAGES_ENDED: ("pp_group", "get_rids", "_pp_recv_pyobj_from_prev_stage"),
-            names.STAGE_TAKES: ("disagg_decode_transfer_queue", "pop_transferred"),
-            names.STAGE_ADMITS: ("disagg_decode_prealloc_queue", "pop_preallocated"),
+            hooks.STAGES_ENDED: ("pp_group", "get_rids", "_pp_recv_pyobj_from_prev_stage"),
+            hooks.STAGE_TAKES: ("disagg_decode_transfer_queue", "pop_transferred"),
+            hooks.STAGE_ADMITS: ("disagg_decode_prealloc_queue", "pop_preallocated"),
         }.items()
     ),
 )
@@ -404,26 +404,26 @@ _REQUEST: tuple[Line, ...] = (
         ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter", "draft_worker"),
         "our hooks find the manager, and whether an update is whole, by them",
     ),
-    Signature(where(names.MEMORY_RELEASED), "self, recv_req", "our hook on it hears that weights are lost"),
+    Signature(where(hooks.MEMORY_RELEASED), "self, recv_req", "our hook on it hears that weights are lost"),
     Mentions(
-        where(names.MEMORY_RELEASED), ("tags", "memory_saver_adapter", "pause"), "whether they are is known by them"
+        where(hooks.MEMORY_RELEASED), ("tags", "memory_saver_adapter", "pause"), "whether they are is known by them"
     ),
     Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
     Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
     Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
-    Signature(where(names.WEIGHTS_CHECKED), "self, recv_req", "our hook on it hears that weights are drawn by chance"),
+    Signature(where(hooks.WEIGHTS_CHECKED), "self, recv_req", "our hook on it hears that weights are drawn by chance"),
     Mentions(
         "sglang.srt.utils.weight_checker:WeightChecker.handle",
         ("action", "_reset_tensors"),
         "it is known by the action",
     ),
     Signature(
-        where(names.STORE_ATTACHED), "self, recv_req", "our hook on it hears of what may be stored of those before"
+        where(hooks.STORE_ATTACHED), "self, recv_req", "our hook on it hears of what may be stored of those before"
     ),
     Mentions(
-        where(names.STORE_ATTACHED), ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done"
+        where(hooks.STORE_ATTACHED), ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done"
     ),
-    Signature(where(names.CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
+    Signature(where(hooks.CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
     Mentions(
         f"{_MANAGERS}.scheduler:Scheduler.flush_cache",
         ("is_fully_idle", "tree_cache"),
@@ -451,9 +451,9 @@ _REQUEST: tuple[Line, ...] = (
         ("lora_id", "lora_name", "lora_path"),
         "adapters are told apart by them",
     ),
-    Signature(where(names.ADAPTER_LOADED), "self, lora_ref", "our hook on it says what was loaded"),
+    Signature(where(hooks.ADAPTER_LOADED), "self, lora_ref", "our hook on it says what was loaded"),
     Signature(
-        where(names.ADAPTER_OF_TENSORS),
+        where(hooks.ADAPTER_OF_TENSORS),
         "self, lora_ref, tensors, config_dict, added_tokens_config=",
         "our hook on it says what was loaded",
     ),
@@ -508,7 +508,7 @@ LAYERS = (
         TRIED,
         (
             Signature(
-                where(names.BEFORE_STEP), "self, req, allow_send=", "our hook on it says what a step will compute"
+                where(hooks.BEFORE_STEP), "self, req, allow_send=", "our hook on it says what a step will compute"
             ),
             Mentions(
                 "sglang.srt.managers.scheduler:Scheduler.run_batch",
@@ -539,7 +539,7 @@ ENDING = Contract(
     TRIED,
     (
         Signature(
-            where(names.TERMINATED),
+            where(hooks.TERMINATED),
             "self, signum=, frame=",
             "our hook on it says at the registry that the engine drains",
         ),
@@ -553,7 +553,7 @@ ENDING = Contract(
             ("bootstrap_server",),
             "our hook finds the registry by it",
         ),
-        Signature(where(names.SCHEDULER_ENDS), "self", "our hook on it closes a rank's endpoints"),
+        Signature(where(hooks.SCHEDULER_ENDS), "self", "our hook on it closes a rank's endpoints"),
         Mentions(
             f"{_MANAGERS}.scheduler:run_scheduler_process",
             ("release_host_resources",),

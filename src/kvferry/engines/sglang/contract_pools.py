@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from kvferry.engines.contract import Attributes, Call, Line, Members, Mentions, Signature
-from kvferry.engines.sglang.names import MOVE_GATE, where
+from kvferry.engines.sglang.hooks import MOVE_GATE, where
 
 _MODEL = "sglang.srt.configs.model_config"
 _POOLS = "sglang.srt.mem_cache.memory_pool"

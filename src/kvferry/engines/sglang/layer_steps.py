@@ -200,7 +200,7 @@ def _event() -> DeviceEvent:
     return event
 
 
-def announce(scheduler: Any, request: Any, *, may_leave: bool) -> None:
+def announce(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
     """Says before a step which pages of a request it will compute, where layers are to leave one by one.
 
     They are those that SGLang hands in after the step, if it has handed in all that was computed before. With
@@ -209,11 +209,11 @@ def announce(scheduler: Any, request: Any, *, may_leave: bool) -> None:
     Args:
         scheduler: SGLang's.
         request: as it schedules it.
-        may_leave: false while pages of the request may still be loaded from the host.
+        allow_send: false while pages of the request may still be loaded from the host.
     """
     sender = getattr(request, "disagg_kv_sender", None)
     steps = getattr(getattr(sender, "kv_mgr", None), "layer_steps", None)
-    if steps is None or not may_leave or request.pending_bootstrap:
+    if steps is None or not allow_send or request.pending_bootstrap:
         return
     allocator = scheduler.token_to_kv_pool_allocator
     page_tokens = allocator.page_size

@@ -14,13 +14,13 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, names, pools, termination, weights
+from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, pools, termination, weights
 from kvferry.engines.sglang.conditions import around_requests
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.look_ups import hold_unanswered
 from kvferry.engines.sglang.settings import PluginSettings
-from kvferry.engines.sglang.unified import may_move
+from kvferry.engines.sglang.unified import around_gate
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -129,67 +129,54 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     members = {member.name: member.value for member in utils.TransferBackend}
     backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
     around_a_request = around_requests(_digests_inputs)
-    yield Hook(names.BACKENDS, backends, "REPLACE")
-    yield Hook(names.KV_CLASS, changes.choose, "AROUND")
-    yield Hook(names.PREFILL_MANAGER, pools.around_managers, "AROUND")
-    yield Hook(names.DECODE_MANAGER, pools.around_managers, "AROUND")
-    yield Hook(names.STATE_ARGS, _remember_pools, "AFTER")
-    yield Hook(names.TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
-    yield Hook(names.CREATE_SENDER, around_a_request, "AROUND")
-    yield Hook(names.CREATE_RECEIVER, around_a_request, "AROUND")
-    yield Hook(names.SERVERS_KNOWN, hold_unanswered, "AROUND")
+    yield Hook(hooks.BACKENDS, backends, "REPLACE")
+    yield Hook(hooks.KV_CLASS, changes.choose, "AROUND")
+    yield Hook(hooks.PREFILL_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(hooks.DECODE_MANAGER, pools.around_managers, "AROUND")
+    yield Hook(hooks.STATE_ARGS, pools.remember_pools, "AFTER")
+    yield Hook(hooks.TRANSFER_QUEUE, changes.keep_until_proven, "AFTER")
+    yield Hook(hooks.CREATE_SENDER, around_a_request, "AROUND")
+    yield Hook(hooks.CREATE_RECEIVER, around_a_request, "AROUND")
+    yield Hook(hooks.SERVERS_KNOWN, hold_unanswered, "AROUND")
     # Without these, caches of weights that were replaced would be taken for those of the ones before.
-    yield from (Hook(update, weights.around_update, "AROUND") for update in names.UPDATES)
-    yield Hook(names.UPDATE_BEGINS, weights.around_begin, "AROUND")
-    yield Hook(names.UPDATE_ENDS, weights.around_end, "AROUND")
-    yield Hook(names.MEMORY_RELEASED, weights.after_release, "AFTER")
-    yield Hook(names.WEIGHTS_CHECKED, weights.after_checking, "AFTER")
-    yield Hook(names.WEIGHTS_NAMED, weights.after_naming, "AFTER")
-    yield Hook(names.STORE_ATTACHED, weights.after_attaching, "AFTER")
-    yield Hook(names.CACHE_FLUSHED, weights.after_flush, "AFTER")
+    yield from (Hook(update, weights.around_update, "AROUND") for update in hooks.UPDATES)
+    yield Hook(hooks.UPDATE_BEGINS, weights.around_begin, "AROUND")
+    yield Hook(hooks.UPDATE_ENDS, weights.around_end, "AROUND")
+    yield Hook(hooks.MEMORY_RELEASED, weights.after_release, "AFTER")
+    yield Hook(hooks.WEIGHTS_CHECKED, weights.after_checking, "AFTER")
+    yield Hook(hooks.WEIGHTS_NAMED, weights.after_naming, "AFTER")
+    yield Hook(hooks.STORE_ATTACHED, weights.after_attaching, "AFTER")
+    yield Hook(hooks.CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, what an adapter was when it was loaded would not be known.
-    yield Hook(names.ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
-    yield Hook(names.ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
+    yield Hook(hooks.ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
+    yield Hook(hooks.ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
-    yield Hook(names.STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
-    yield Hook(names.STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
-    yield Hook(names.STAGE_ADMITS, changes.where_on(consensus.admit), "AROUND")
+    yield Hook(hooks.STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
+    yield Hook(hooks.STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
+    yield Hook(hooks.STAGE_ADMITS, changes.where_on(consensus.admit), "AROUND")
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
     unified = (
-        Hook(names.UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
-        Hook(names.MOVE_GATE, changes.where_on(_keep_in_place), "AROUND"),
+        Hook(hooks.UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
+        Hook(hooks.MOVE_GATE, changes.where_on(around_gate), "AROUND"),
     )
     if all(hook.has_target for hook in unified):
         yield from unified
     optional = (
-        Hook(names.SCHEDULER_STARTS, changes.start, "BEFORE"),  # without it, variables that it unsets are refused
-        Hook(names.BEFORE_STEP, _announce_step, "AFTER"),  # else layers leave with their step, and ranges are refused
-        Hook(names.TERMINATED, _announce_end, "AFTER"),  # without these two, that a server ends is merely noticed later
-        Hook(names.SCHEDULER_ENDS, changes.close_endpoints, "AFTER"),
+        # Without it, variables that it unsets are refused.
+        Hook(hooks.SCHEDULER_STARTS, changes.start, "BEFORE"),
+        # Else layers leave with their step, and ranges are refused.
+        Hook(hooks.BEFORE_STEP, layer_steps.announce, "AFTER"),
+        # Without these two, that a server ends is merely noticed later.
+        Hook(hooks.TERMINATED, termination.announce, "AFTER"),
+        Hook(hooks.SCHEDULER_ENDS, changes.close_endpoints, "AFTER"),
     )
     yield from (hook for hook in optional if hook.has_target)
-
-
-def _remember_pools(_: None, *given: Any, **named: Any) -> None:
-    pools.remember_pools(*given, **named)
 
 
 def _digests_inputs() -> bool:
     from sglang.srt.environ import envs
 
     return not envs.SGLANG_MM_SKIP_COMPUTE_HASH.get()
-
-
-def _keep_in_place(original: Callable[..., Any], scheduler: Any) -> Any:
-    return may_move(original(scheduler), scheduler)
-
-
-def _announce_step(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
-    layer_steps.announce(scheduler, request, may_leave=allow_send)
-
-
-def _announce_end(_: None, handler: Any, *__: Any, **___: Any) -> None:
-    termination.announce(handler.tokenizer_manager)
 
 
 def _check_when_applied(registry: Any, added: tuple[Hook, ...], *, must_stop: bool) -> None:

@@ -133,13 +133,14 @@ def _runner_of(scheduler: Any) -> Any:
 
 
 def remember_pools(
+    _: None,
     kv_args: Any,
     token_to_kv_pool: Any,
     draft_token_to_kv_pool: Any = None,
     total_kv_layers: object = None,  # noqa: ARG001 - SGLang gives it
     req_to_token_pool: Any = None,
 ) -> None:
-    """Keeps a rank's pools with its KVArgs, for `caches_of`. Called with what `setup_state_kv_args` is called with."""
+    """Keeps a rank's pools with its KVArgs, for `caches_of`. The hook after `setup_state_kv_args`."""
     scheduler = _scheduler.get()
     kv_args.kvferry_pools = EnginePools(
         token_to_kv_pool,

@@ -13,9 +13,9 @@ from sglang.srt.disaggregation.common.conn import CommonKVReceiver
 from kvferry import DecodeEndpoint, GroupPages, Receiver, TransferState
 from kvferry.engines.sglang.conditions import Prompt, current
 from kvferry.engines.sglang.hisparse import JointReceiver
+from kvferry.engines.sglang.hooks import CREATE_RECEIVER
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.names import CREATE_RECEIVER
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import (
     CLOSED,

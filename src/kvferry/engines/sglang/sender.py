@@ -19,9 +19,9 @@ from kvferry import GroupPages, Interval, Sender, TransferState
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.sglang.conditions import current
 from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
+from kvferry.engines.sglang.hooks import CREATE_SENDER
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.names import CREATE_SENDER
 from kvferry.engines.sglang.transfers import (
     CLOSED,
     POLLS,

@@ -19,13 +19,13 @@ log = logger_of(__name__)
 _QUEUES = ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue")
 
 
-def announce(manager: Any) -> None:
+def announce(_: None, handler: Any, *__: Any, **___: Any) -> None:
     """Says at the registry that this server's engine drains. Returns at once.
 
     Args:
-        manager: SGLang's TokenizerManager. One of a decode server has no engine at a registry.
+        handler: SGLang's SignalHandler. That of a decode server has no engine at a registry.
     """
-    server = getattr(manager, "bootstrap_server", None)
+    server = getattr(handler.tokenizer_manager, "bootstrap_server", None)
     drain = getattr(server, "drain", None)
     if drain is not None:
         threading.Thread(target=_tell, args=(drain,), name="kvferry-sglang-drain", daemon=True).start()

@@ -3,7 +3,7 @@
 SGLang lists the buffer as a whole, with pages of all layers. Each layer's keys and values are views of it, which say
 where it lies: so they are cut by layers and heads, as others are, and a side without unified memory can have them.
 SGLang moves pages to make room. It does not while pages are given to the other side, and must not while those of a
-failed request are kept either: see `may_move`.
+failed request are kept either: see `around_gate`.
 """
 
 from __future__ import annotations
@@ -56,15 +56,16 @@ def state_of(pool: Any, listed: Buffers) -> tuple[StateBuffer, ...] | None:
     )
 
 
-def may_move(gate: Callable[[], bool], scheduler: Any) -> Callable[[], bool]:
-    """Returns SGLang's own gate for moving pages, closed as well while pages of failed requests are kept.
+def around_gate(original: Callable[[Any], Callable[[], bool]], scheduler: Any) -> Callable[[], bool]:
+    """The hook around SGLang's own gate for moving pages: closes it as well while pages of failed requests are kept.
 
     A write to these may still be on its way, by the place that they had when the request was opened.
 
     Args:
-        gate: SGLang's own, which is True where pages may be moved.
+        original: returns SGLang's own, which is True where pages may be moved.
         scheduler: of the rank.
     """
+    gate = original(scheduler)
 
     def is_open() -> bool:
         queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
