@@ -312,7 +312,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         server = self.prefill_servers.get(bootstrap_addr)
         return (
             server is not None
-            and (server.attn_tp_size, server.page_tokens) == (self.attn_tp_size, self.kv_args.page_size)
+            and (server.info.attn_tp_size, server.info.page_size) == (self.attn_tp_size, self.kv_args.page_size)
             and not server.is_divided
             and self.pp_size == self.place.token_parts == 1
             and self.attn_tp_rank == 0
@@ -366,8 +366,9 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
 
         SGLang's own knows none while a prefill server is to be looked up again, as after another request's failure.
         """
-        server = self.prefill_servers.get(kv_receiver.bootstrap_addr)
-        return server.http_url if server is not None else None
+        address = kv_receiver.bootstrap_addr
+        server = self.prefill_servers.get(address)
+        return server.http_url(address) if server is not None else None
 
     def _fail_prefill_recompute(self, kv_receiver: Any, reason: str) -> None:
         """Fails a request that the prefill server would not compute again, on a thread of SGLang's.

@@ -29,20 +29,22 @@ class PrefillServer:
     Attributes:
         engine: its name; empty if it does not run kvferry.
         info: what its bootstrap server says of it.
-        http_url: where it takes requests; None if it does not say.
-        attn_tp_size: how many tensor-parallel ranks it has.
-        page_tokens: tokens in its pages; None if it does not say.
-        is_divided: whether one of its tensor-parallel ranks has a part of the layers, or of a request's pages, alone.
         refusal: why the two cannot work together; None if they can.
     """
 
     engine: str
     info: PrefillServerInfo
-    http_url: str | None
-    attn_tp_size: int
-    page_tokens: int | None
-    is_divided: bool
     refusal: str | None
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether one of its tensor-parallel ranks has a part of the layers, or of a request's pages, alone."""
+        return self.info.pp_size > 1 or getattr(self.info, "enable_kv_cache_sharding", False)
+
+    def http_url(self, address: str) -> str | None:
+        """Returns where it takes requests, by its bootstrap server's address; None if it does not say."""
+        port = getattr(self.info, "prefill_http_port", None)
+        return None if port is None else str(NetworkAddress(NetworkAddress.parse(address).host, port).to_url())
 
 
 def described(bootstrap_address: str) -> PrefillServerInfo:
@@ -73,14 +75,6 @@ def described(bootstrap_address: str) -> PrefillServerInfo:
             f"what the bootstrap server at {bootstrap_address} says of its server is not understood: {problem}; is it "
             "another SGLang than this one?"
         ) from error
-
-
-def http_url(bootstrap_address: str, info: PrefillServerInfo) -> str | None:
-    """Returns where a prefill server takes requests, by what its bootstrap server says; None if it says nothing."""
-    port = getattr(info, "prefill_http_port", None)
-    if port is None:
-        return None
-    return str(NetworkAddress(NetworkAddress.parse(bootstrap_address).host, port).to_url())
 
 
 class PrefillServers:
@@ -145,7 +139,8 @@ class PrefillServers:
 
     def page_tokens(self, address: str) -> int | None:
         """Returns how many tokens are in the pages of a server that was looked up; None if it does not say."""
-        return self._servers[address].page_tokens
+        page_tokens: int | None = self._servers[address].info.page_size
+        return page_tokens
 
     def why_not_found(self, address: str, since: float, now: float) -> str | None:
         """Returns why a request that has waited for a server since then should wait no longer; None if it should."""
@@ -236,13 +231,5 @@ class PrefillServers:
             assert self._decode is not None
             engine, info = announcement.engine, described(address)
             self.directory.add(engine, registry_url(address, announcement, self._decode.settings), address)
-        self._servers[address] = PrefillServer(
-            engine=engine,
-            info=info,
-            http_url=http_url(address, info),
-            attn_tp_size=info.attn_tp_size,
-            page_tokens=info.page_size,
-            is_divided=info.pp_size > 1 or getattr(info, "enable_kv_cache_sharding", False),
-            refusal=refusal or self._refusal(info, address),
-        )
+        self._servers[address] = PrefillServer(engine, info, refusal or self._refusal(info, address))
         return info

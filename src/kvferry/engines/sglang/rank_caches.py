@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,13 +18,12 @@ from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hisparse import apart, beside, is_hisparse
-from kvferry.engines.sglang.host_memory import host_arguments
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.pools import caches_of, draft_modules
 from kvferry.engines.sglang.rings import Rings
-from kvferry.errors import UsageError
+from kvferry.errors import LayoutError, UsageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def rank_caches(args: KVArgs, server_args: ServerArgs, place: Placement) -> Rank
         host_layout, layout = beside(there, here), beside(here, there)
     else:
         layout = describe(caches, place, device)
-    host = host_arguments(args)
+    host = _host_arguments(args)
     if host is not None:
         host_layout = describe(caches_of(host, model, None, totals, place=place), place, in_main_memory)
     rings = rings_of(args.kvferry_pools.target)
@@ -102,3 +102,35 @@ def _device(name: str, index: int) -> Device:
     if name not in kinds:
         raise UsageError(f"--device is {name}: kvferry transfers between pools of cpu and cuda")
     return Device(kinds[name], index if name == "cuda" else 0)
+
+
+def _host_arguments(args: KVArgs) -> KVArgs | None:
+    """Returns a rank's KVArgs with its host pools where the device's were; None if SGLang names no host pools.
+
+    A decode rank receives into these while its device has no memory to spare, and SGLang restores what came there to
+    the device later, by itself. They have the layers of the device's pools, in the same order and with pages of the
+    same bytes, and page numbers of their own.
+
+    Raises:
+        LayoutError: if a page has other bytes there.
+    """
+    if getattr(args, "host_kv_data_ptrs", None) is None:
+        return None
+    there = copy.copy(args)
+    there.kv_data_ptrs, there.kv_data_lens = args.host_kv_data_ptrs, args.host_kv_data_lens
+    there.kv_item_lens = args.host_kv_item_lens
+    _check_pages("keys and values", args.kv_item_lens, there.kv_item_lens)
+    if args.state_types:
+        there.state_data_ptrs, there.state_data_lens = args.host_state_data_ptrs, args.host_state_data_lens
+        there.state_item_lens = args.host_state_item_lens
+        for device, host in zip(args.state_item_lens, there.state_item_lens, strict=True):
+            _check_pages("sliding windows", device, host)
+    return there
+
+
+def _check_pages(what: str, device: list[int], host: list[int]) -> None:
+    if device != host:
+        raise LayoutError(
+            f"--disaggregation-decode-host-receive-threshold: pages of {what} have {host[:4]}... bytes in host memory "
+            f"and {device[:4]}... on the device: leave it at 1"
+        )

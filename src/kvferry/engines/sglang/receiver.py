@@ -16,7 +16,6 @@ from kvferry.engines.sglang.hisparse import JointReceiver
 from kvferry.engines.sglang.hooks import CREATE_RECEIVER
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager
-from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.transfers import (
     CLOSED,
     POLLS,
@@ -152,17 +151,7 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             rings=self.kv_mgr.caches.rings,
             tokens=self._prompt.tokens,
         )
-        self.transfer = endpoint.open(
-            self.bootstrap_room,
-            {**own, **whole, **states},
-            engine=self._engine,
-            prefill_dp_rank=self.prefill_dp_rank,
-            prefix_tokens=prefix_tokens,
-            # Pages of another size do not fill this side's last one, and of that, ranks that divide pages have
-            # unequal parts. Pages of the same size move whole: SGLang's checksums are of whole pages.
-            tokens=self._prompt.tokens if self._counts_tokens(place) else None,
-            depends_on=self._prompt.depends_on,
-        )
+        self.transfer = self._open(endpoint, {**own, **whole, **states}, prefix_tokens)
         self.kv_mgr.receives(self.bootstrap_room, self.transfer)
 
     def _open_apart(self, host_pages: NDArray[Any], state_indices: list[Any] | None) -> None:
@@ -183,24 +172,30 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             )
         states = state_pages(types, state_indices, len(host_pages), last=of_tokens[0])
 
-        def open_at(endpoint: DecodeEndpoint, pages: dict[str, GroupPages]) -> Receiver:
-            return endpoint.open(
-                self.bootstrap_room,
-                pages,
-                engine=self._engine,
-                prefill_dp_rank=self.prefill_dp_rank,
-                tokens=self._prompt.tokens if self._counts_tokens(self.kv_mgr.place) else None,
-                depends_on=self._prompt.depends_on,
-            )
-
-        joint = JointReceiver([open_at(self.kv_mgr.host, {KV_GROUP: GroupPages(host_pages)})])
+        joint = JointReceiver([self._open(self.kv_mgr.host, {KV_GROUP: GroupPages(host_pages)})])
         self.transfer = joint  # from here on host pages may be written to, whatever comes of the others
         self.kv_mgr.receives(self.bootstrap_room, joint)
         try:
-            joint.parts.append(open_at(self.kv_mgr.decode, {KV_GROUP: GroupPages(of_tokens[0]), **states}))
+            joint.parts.append(self._open(self.kv_mgr.decode, {KV_GROUP: GroupPages(of_tokens[0]), **states}))
         except KVFerryError as error:
             joint.abort(f"the rank's other endpoint refused the room: {error}")
             raise
+
+    def _open(self, endpoint: DecodeEndpoint, groups: dict[str, GroupPages], prefix_tokens: int = 0) -> Receiver:
+        place = self.kv_mgr.place
+        theirs = self.kv_mgr.prefill_servers.page_tokens(self.bootstrap_addr)
+        # Pages of another size do not fill this side's last one, and of that, ranks that divide pages have unequal
+        # parts. Pages of the same size move whole: SGLang's checksums are of whole pages.
+        counts_tokens = place.token_parts > 1 or theirs != self.kv_mgr.kv_args.page_size
+        return endpoint.open(
+            self.bootstrap_room,
+            groups,
+            engine=self._engine,
+            prefill_dp_rank=self.prefill_dp_rank,
+            prefix_tokens=prefix_tokens,
+            tokens=self._prompt.tokens if counts_tokens else None,
+            depends_on=self._prompt.depends_on,
+        )
 
     def poll(self) -> int:
         """Returns the state of the transfer. On success the first token is in SGLang's metadata buffers."""
@@ -229,9 +224,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
             return
         if not self._engine:
             now = time.monotonic()
-            if (
-                reason := self.kv_mgr.prefill_servers.why_not_found(self.bootstrap_addr, self._made_at, now)
-            ) is not None:
+            reason = self.kv_mgr.prefill_servers.why_not_found(self.bootstrap_addr, self._made_at, now)
+            if reason is not None:
                 self._fail_with_others(reason)
             return
         if self._connection is None:
@@ -248,9 +242,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         if error is None:
             self.kv_mgr.update_status(self.bootstrap_room, KVPoll.WaitingForInput)
             return
-        self.kv_mgr.prefill_servers.forget(
-            self.bootstrap_addr
-        )  # also where requests name the server by another address
+        # Also where requests name the server by another address.
+        self.kv_mgr.prefill_servers.forget(self.bootstrap_addr)
         if not isinstance(error, EngineEndedError):  # else nobody is there to be told
             self._refuse(str(error))
         self._fail_with_others(f"the prefill server at {self.bootstrap_addr}: {error}")
@@ -297,11 +290,6 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
         """Whether no write can reach the pages any more."""
         return self.transfer is None or self.transfer.pages_reusable
 
-    def _counts_tokens(self, place: Placement) -> bool:
-        """Whether pages alone do not say what is missing here."""
-        theirs = self.kv_mgr.prefill_servers.page_tokens(self.bootstrap_addr)
-        return place.token_parts > 1 or theirs != self.kv_mgr.kv_args.page_size
-
     def _status_of(self, transfer: Receiver | JointReceiver) -> int:
         state = transfer.state
         if state is TransferState.FAILED:
@@ -320,9 +308,8 @@ class KVFerryReceiver(CommonKVReceiver):  # type: ignore[misc]
     def _status_of_failed(self, transfer: Receiver | JointReceiver) -> int:
         reason = f"the prefill server at {self.bootstrap_addr}: {transfer.error}"
         may_report = self._may_report(reason)
-        if not self.kv_mgr.enable_deferred_decode_kv_release and not transfer.pages_reusable:
-            return int(KVPoll.Transferring)  # SGLang would take the pages back at once
-        if not may_report:
+        # Without deferred releases SGLang would take the pages back at once.
+        if not may_report or not (self.kv_mgr.enable_deferred_decode_kv_release or transfer.pages_reusable):
             return int(KVPoll.Transferring)
         self._fail(reason)
         return int(KVPoll.Failed)

@@ -315,9 +315,17 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
         if self._opens_later and not self.kv_mgr.is_released:
             self._opens_later = False
             self._open()
-        if self.transfer is not None and self.transfer.state is not self._seen:
-            self._look()
-        return self._conclude(self.kv_mgr.check_status)
+        if self.transfer is not None and self.transfer.state is not self._seen and self.conclude_state is None:
+            self._look(self.transfer)
+        if self.conclude_state is None:
+            room = self.bootstrap_room
+            known = room in self.kv_mgr.request_status
+            status = int(self.kv_mgr.check_status(room)) if known else KVPoll.Failed
+            if status not in (KVPoll.Success, KVPoll.Failed):
+                return status
+            self.conclude_state = status
+            self.trace_ctx.trace_req_finish()
+        return int(self.conclude_state)
 
     def poll_pp_consensus(self) -> int:
         """Returns the state of the first pipeline stage, which SGLang hands on to the others.
@@ -358,11 +366,8 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 self._step = None
             give_up(self.transfer, reason)
 
-    def _look(self) -> None:
+    def _look(self, transfer: Sender) -> None:
         """Copies the transfer's state to the manager's table, where SGLang's own code reads it, once it has changed."""
-        transfer = self.transfer
-        if transfer is None or transfer.state is self._seen or self.conclude_state is not None:
-            return
         if self.bootstrap_room not in self.kv_mgr.request_status:
             return
         if transfer.state is TransferState.FAILED:
@@ -372,16 +377,6 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
                 return
         self._seen = transfer.state
         self.kv_mgr.update_status(self.bootstrap_room, POLLS[self._seen])
-
-    def _conclude(self, check: Any) -> int:
-        if self.conclude_state is not None:
-            return int(self.conclude_state)
-        room = self.bootstrap_room
-        status = int(check(room)) if room in self.kv_mgr.request_status else KVPoll.Failed
-        if status in (KVPoll.Success, KVPoll.Failed):
-            self.conclude_state = status
-            self.trace_ctx.trace_req_finish()
-        return status
 
     def _fail(self, reason: str) -> None:
         self.kv_mgr.record_failure(self.bootstrap_room, reason)
