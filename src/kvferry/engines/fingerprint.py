@@ -132,19 +132,16 @@ def request_conditions(
         weights: identifies the model's weights of now, where they were replaced since the server started.
         prompt: the `prompt_digest` of these tokens, where it was made before.
     """
+    parts = [[each.content, each.offset, each.length] for each in multimodal]
+    given = {
+        PROMPT_EMBEDDING: embedding,
+        LORA_ADAPTER: lora.encode(),
+        MULTIMODAL_INPUT: json.dumps(parts).encode() if parts else b"",
+        CACHE_SALT: salt.encode(),
+        WEIGHTS_VERSION: weights.encode(),
+    }
     conditions = {PROMPT: prompt_digest(tokens, count) if prompt is None else prompt}
-    if embedding:
-        conditions[PROMPT_EMBEDDING] = _digest(embedding)
-    if lora:
-        conditions[LORA_ADAPTER] = _digest(lora.encode())
-    if multimodal:
-        parts = [[each.content, each.offset, each.length] for each in multimodal]
-        conditions[MULTIMODAL_INPUT] = _digest(json.dumps(parts).encode())
-    if salt:
-        conditions[CACHE_SALT] = _digest(salt.encode())
-    if weights:
-        conditions[WEIGHTS_VERSION] = _digest(weights.encode())
-    return conditions
+    return conditions | {name: _digest(value) for name, value in given.items() if value}
 
 
 def prompt_digest(tokens: Sequence[int] | NDArray[np.int64], count: int | None = None) -> bytes:
