@@ -84,7 +84,7 @@ class _KnownView:
 
 
 class RegistryClient(Registry):
-    """A client of kvferry's own registry, over HTTP. May be used from several threads at once.
+    """A client of kvferry's own registry, over HTTP: what it is asked, and the errors that it raises, are `Registry`'s.
 
     Args:
         url: the registry's address, such as "http://127.0.0.1:8998"; a path stands before the registry's own.
@@ -93,9 +93,6 @@ class RegistryClient(Registry):
         token: the one that the registry requires, if any; see `credentials`.
         trusted_certificates: PEM file of the certificates that may vouch for a registry with https; None trusts those
             that httpx trusts.
-
-    Every method that sends a request raises RegistryAccessError if the registry requires another token than this, and
-    UsageError in a process that was forked from the client's: the two would read each other's answers.
 
     Raises:
         SettingsError: if the url is no http or https address, the timeout is not positive and finite, or the
@@ -131,24 +128,12 @@ class RegistryClient(Registry):
 
     @property
     def url(self) -> str:
-        """The registry's address, without a slash at the end."""
         return self._url
 
     def register(self, registration: RankRegistration) -> float:
-        """Registers a rank, or renews its lease.
-
-        Returns:
-            How long the lease lasts, in seconds.
-
-        Raises:
-            RegistrationRefusedError: with the registry's reason.
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-        """
         return self.grant(registration).lease_s
 
     def grant(self, registration: RankRegistration) -> Grant:
-        """Does what `register` does, and says when to renew the lease; raises likewise."""
         path = _rank_path(registration.engine, registration.engine_rank)
         answer = self.exchange("PUT", path, content=msgspec.json.encode(registration))
         lease = self._answer_or_refusal(answer, _LEASE)
@@ -159,32 +144,14 @@ class RegistryClient(Registry):
 
     @property
     def has_hung_up(self) -> bool:
-        """Whether the registry has closed the connection by which it granted a lease last, see `Registry`."""
         return self._granted is not None and self._granted.has_hung_up()
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """Ends a rank's lease, if this incarnation holds it; otherwise nothing changes.
-
-        Returns:
-            Whether a lease was ended.
-
-        Raises:
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-            SettingsError: if no engine can have this name.
-        """
         check_engine_name(engine)
         query = {"incarnation": incarnation}
         return self._answer(self.exchange("DELETE", _rank_path(engine, engine_rank), params=query), _REMOVAL).removed
 
     def engine(self, name: str) -> EngineView:
-        """Returns the live ranks of one engine; a view without any, and with others' names, if none is registered.
-
-        Raises:
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-            SettingsError: if no engine can have this name.
-        """
         check_engine_name(name)
         known = self._views.get(name)
         headers = {} if known is None else {"if-none-match": known.tag}
@@ -212,51 +179,20 @@ class RegistryClient(Registry):
         return msgspec.structs.replace(view, retry_s=retry_s)
 
     def engines(self) -> tuple[EngineView, ...]:
-        """Returns every engine that has a live rank, by name.
-
-        Raises:
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-        """
         return self._answer(self.exchange("GET", "/v1/engines"), _ENGINES).engines
 
     def drain(self, engine: str) -> tuple[str, ...]:
-        """Tells the live ranks of a prefill engine to drain, see `Registry.drain`.
-
-        Raises:
-            RegistrationRefusedError: if no rank of the engine is registered.
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-            SettingsError: if no engine can have this name.
-        """
         check_engine_name(engine)
         answer = self.exchange("PUT", f"/v1/draining/{quote(engine, safe='')}")
         return self._answer_or_refusal(answer, _TOLD_TO_DRAIN).endpoints
 
     def drains(self, endpoint: str) -> bool:
-        """Whether an operator has told an endpoint to drain, see `Registry.drains`."""
         return endpoint in self._told_to_drain
 
     def release(self, endpoint: str) -> None:
-        """Tells every decode rank that asks this registry that a prefill endpoint has ended.
-
-        Args:
-            endpoint: the name of one start of a prefill rank.
-
-        Raises:
-            RegistrationRefusedError: if the endpoint holds a lease, so that it seems to live.
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-        """
         self._answer_or_refusal(self.exchange("PUT", f"/v1/released/{quote(endpoint, safe='')}"), _RELEASED)
 
     def released(self) -> tuple[str, ...]:
-        """Returns the prefill endpoints that operators have released.
-
-        Raises:
-            RegistryUnreachableError: if nothing answered.
-            RegistryError: if what answered is no registry, or it failed.
-        """
         return self._answer(self.exchange("GET", "/v1/released"), _RELEASED).endpoints
 
     def health(self) -> Health:
@@ -269,7 +205,6 @@ class RegistryClient(Registry):
         return self._answer(self.exchange("GET", "/health"), _HEALTH)
 
     def findings(self) -> Iterator[Finding]:
-        """Says how the registry is, for `kvferry doctor`."""
         health = self.health()
         yield good("registry", f"{self._url} answers, version {health.version}, up for {health.uptime_s:.0f} s")
         if health.version != __version__:
@@ -277,11 +212,9 @@ class RegistryClient(Registry):
             yield warning("registry", what, "upgrade it before the engines, and these to the same release")
 
     def load(self) -> None:
-        """Loads what requests need, without making one: the first is as fast as the others then."""
         self._connections()
 
     def close(self) -> None:
-        """Closes the connections. May be called again; requests made later raise UsageError."""
         if not self._process.is_this:
             return
         with self._lock:

@@ -116,28 +116,22 @@ class SharedRegistry(Registry):
 
     @property
     def url(self) -> str:
-        """The registry's address, see `Registry.url`."""
         return self.shared.client.url
 
     def url_for(self, engine: str) -> str:
-        """Returns the address of an engine's registry, see `Registry.url_for`."""
         return self.shared.client.url_for(engine)
 
     def register(self, registration: RankRegistration) -> float:
-        """Registers a rank, see `Registry.register`."""
         return self.client.register(registration)
 
     def grant(self, registration: RankRegistration) -> Grant:
-        """Registers a rank, see `Registry.grant`."""
         return self.client.grant(registration)
 
     @property
     def has_hung_up(self) -> bool:
-        """Whether the registry has closed a connection, see `Registry.has_hung_up`."""
         return self.client.has_hung_up
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """Ends a rank's registration, see `Registry.remove`."""
         return self.client.remove(engine, engine_rank, incarnation)
 
     def engine(self, name: str) -> EngineView:
@@ -169,27 +163,21 @@ class SharedRegistry(Registry):
                     del shared.look_ups[name]
 
     def engines(self) -> tuple[EngineView, ...]:
-        """Returns every engine that has a live rank, see `Registry.engines`."""
         return self.client.engines()
 
     def drain(self, engine: str) -> tuple[str, ...]:
-        """Tells the live ranks of an engine to drain, see `Registry.drain`."""
         return self.client.drain(engine)
 
     def drains(self, endpoint: str) -> bool:
-        """Whether an endpoint was told to drain, see `Registry.drains`."""
         return self.client.drains(endpoint)
 
     def release(self, endpoint: str) -> None:
-        """Tells decode ranks that an endpoint has ended, see `Registry.release`."""
         self.client.release(endpoint)
 
     def released(self) -> tuple[str, ...]:
-        """Returns the endpoints that were released, see `Registry.released`."""
         return self.client.released()
 
     def findings(self) -> Iterator[Finding]:
-        """Says how the registry is, see `Registry.findings`."""
         return self.client.findings()
 
     def watch(self, changed: OnChange) -> None:
@@ -210,7 +198,6 @@ class SharedRegistry(Registry):
             changed(None)  # what happened before was told to others
 
     def load(self) -> None:
-        """Loads what requests need, see `Registry.load`."""
         self.client.load()
 
     def close(self) -> None:

@@ -186,7 +186,6 @@ class EtcdRegistry(Registry):
 
     @property
     def url(self) -> str:
-        """The cluster's address, without a slash at the end."""
         return self._url
 
     # ---- what ranks ask -----------------------------------------------------------------------------------------
@@ -205,7 +204,6 @@ class EtcdRegistry(Registry):
         return hold.remaining_s
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """Ends a rank's registration, see `Registry.remove`."""
         check_engine_name(engine)
         key = self._rank_key(engine, engine_rank)
         self._written.pop(key, None)
@@ -218,7 +216,6 @@ class EtcdRegistry(Registry):
         raise self._changes_too_fast(engine)
 
     def engine(self, name: str) -> EngineView:
-        """Returns the live ranks of one engine, see `Registry.engine`."""
         check_engine_name(name)
         folder = self.engine_folder(name)
         entries = self._range(folder, is_folder=True)
@@ -226,13 +223,11 @@ class EtcdRegistry(Registry):
         return _view(name, ranks, _told_to_drain(entries)) if ranks else unknown(name, self._names())
 
     def engines(self) -> tuple[EngineView, ...]:
-        """Returns every engine that has a live rank, see `Registry.engines`."""
         entries = self._range(self.root + "engines/", is_folder=True)
         found, told = self._ranks(entries), _told_to_drain(entries)
         return tuple(_view(name, ranks, told) for name, ranks in sorted(found.items()))[:MOST_ENGINES]
 
     def drain(self, engine: str) -> tuple[str, ...]:
-        """Tells the live ranks of an engine to drain, see `Registry.drain`."""
         view = self.engine(engine)
         if not view.registrations:
             raise refuse_drain(view)
@@ -244,7 +239,6 @@ class EtcdRegistry(Registry):
         return told
 
     def drains(self, endpoint: str) -> bool:
-        """Whether an operator has told an endpoint to drain, see `Registry.drains`."""
         return endpoint in self._told_to_drain
 
     def release(self, endpoint: str) -> None:
@@ -262,12 +256,10 @@ class EtcdRegistry(Registry):
             self.members.ask("kv/deleterange", {"key": encoded(key)}, Done)
 
     def released(self) -> tuple[str, ...]:
-        """Returns the endpoints that operators have released, see `Registry.released`."""
         folder = self.root + "released/"
         return tuple(unquote(key[len(folder) :]) for key in self._range(folder, is_folder=True, limit=MOST_RELEASED))
 
     def findings(self) -> Iterator[Finding]:
-        """Says how the members are, for `kvferry doctor`; see `Registry.findings`."""
         for member, status in self.members.ask_each("maintenance/status", Status):
             if isinstance(status, str):
                 yield warning("registry", f"{member} does not answer: {status}", "start it: most members must run")
@@ -291,11 +283,9 @@ class EtcdRegistry(Registry):
             self._watchers.append(changed)
 
     def load(self) -> None:
-        """Loads what requests need, see `Registry.load`."""
         self.members.load()
 
     def close(self) -> None:
-        """Closes the connections, see `Registry.close`."""
         with self._lock:
             self._closing.set()
             watching = self._watching

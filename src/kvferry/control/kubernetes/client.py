@@ -115,16 +115,13 @@ class KubernetesClient(Orchestrator):
         self._is_closed = False
 
     def pod(self, pod: PodIdentity) -> PodObject | None:
-        """See `Orchestrator.pod`."""
         path = f"/api/v1/namespaces/{quote(pod.namespace, safe='')}/pods/{quote(pod.name, safe='')}"
         return self._object(path, "pods", pod.name, _POD)
 
     def node(self, name: str) -> NodeObject | None:
-        """See `Orchestrator.node`."""
         return self._object(f"/api/v1/nodes/{quote(name, safe='')}", "nodes", name, _NODE)
 
     def close(self) -> None:
-        """Closes the connections."""
         with self._lock:
             http, self._http, self._is_closed = self._http, None, True
         if http is not None:
