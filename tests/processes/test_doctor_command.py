@@ -18,7 +18,7 @@ from tests.support.waiting import PATIENCE_S
 
 from kvferry.applications.doctor.machine import has_gpu
 from kvferry.applications.doctor.pairing import Hello, Seen, Written
-from kvferry.control.channel import ConnectedChannel
+from kvferry.control.ends import ZmqConnection
 
 pytest.importorskip("nixl_cu13")
 
@@ -86,7 +86,7 @@ def test_a_doctor_with_another_secret_learns_nothing():
 def test_strays_do_not_disturb_a_doctor_that_listens():
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with listening() as (address, _):
-        stray = ConnectedChannel(context, identity="stray", address=f"tcp://{address}")
+        stray = ZmqConnection(context, identity="stray", address=f"tcp://{address}")
         for data in (b"", b"x" * 100, msgspec.msgpack.encode(Written()), msgspec.msgpack.encode({"type": "Hello"})):
             stray.send(data)
         stray.send(msgspec.msgpack.encode(Hello("0")))

@@ -17,9 +17,9 @@ from typing import Generic, TypeAlias, TypeVar
 import msgspec
 import zmq
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel
 from kvferry.control.construction import credentials_of
 from kvferry.control.credentials import secret_hint
+from kvferry.control.ends import ZmqConnection, ZmqListeningEnd
 from kvferry.errors import PeerDisconnectedError
 from kvferry.settings import Settings, bracketed
 
@@ -42,7 +42,7 @@ class Listener(Generic[Incoming]):
 
     def __init__(
         self,
-        channel: ListeningChannel,
+        channel: ZmqListeningEnd,
         decoder: Decoder[Incoming],
         *,
         opens: Callable[[Incoming], bool],
@@ -124,14 +124,14 @@ def listening(
     """
     with _context() as context:
         host, credentials = bracketed(settings.host), credentials_of(settings)
-        with closing(ListeningChannel(context, host=host, port=port, credentials=credentials)) as channel:
+        with closing(ZmqListeningEnd(host=host, port=port, credentials=credentials, context=context)) as channel:
             yield Listener(channel, decoder, opens=opens, busy=busy, silence_s=silence_s)
 
 
 class Caller(Generic[Incoming]):
     """The end that calls."""
 
-    def __init__(self, channel: ConnectedChannel, decoder: Decoder[Incoming], hint: str) -> None:
+    def __init__(self, channel: ZmqConnection, decoder: Decoder[Incoming], hint: str) -> None:
         self._channel = channel
         self._decoder = decoder
         self._hint = hint
@@ -194,7 +194,7 @@ def calling(settings: Settings, address: str, decoder: Decoder[Incoming], *, nam
     """
     with _context() as context:
         identity, credentials = f"{name}-{secrets.token_hex(8)}", credentials_of(settings)
-        channel = ConnectedChannel(context, identity=identity, address=address, credentials=credentials)
+        channel = ZmqConnection(context, identity=identity, address=address, credentials=credentials)
         with closing(channel):
             yield Caller(channel, decoder, secret_hint(has_secret=credentials is not None))
 

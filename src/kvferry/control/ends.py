@@ -1,22 +1,29 @@
-"""Both ends of the peer channel, as the threads that poll them use them: wait for input, be woken, receive, send.
+"""The peer channel: small messages between a decode rank and a prefill rank over one connection, and its two ends.
 
-An end belongs to one thread. `wake` may be called from any other.
+The threads that poll the ends wait for input, are woken, receive and send; over ZMQ, with what `channel` has. An end
+belongs to one thread. `wake` may be called from any other.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
+import re
 import selectors
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import zmq
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel, Wakeup, has_input
-from kvferry.control.credentials import Credentials
-from kvferry.errors import SettingsError
-from kvferry.open_files import lack
+from kvferry.control.channel import Connections, Doorkeeper, Wakeup, configured, end_silent, has_input
+from kvferry.control.credentials import Credentials, secret_hint
+from kvferry.control.reply_routes import ReplyRoutes, identity_of
+from kvferry.errors import PeerDisconnectedError, SettingsError
+from kvferry.open_files import CONNECTION, REMEDY, lack
+
+_MOST_AT_A_TIME = 1000
+_IDENTITY = re.compile(rb"[!-~]{1,255}")
 
 _FILES = 16
 """More than ZMQ's threads and the first sockets take."""
@@ -130,8 +137,39 @@ class ConnectingEnd(ABC):
         """Gives everything back, connections that are still open too. May be called again."""
 
 
+def _waiting(socket: zmq.Socket[bytes]) -> Iterator[list[bytes]]:
+    """Yields the messages that have arrived, only so many at a time."""
+    for _ in range(_MOST_AT_A_TIME):
+        if not has_input(socket):
+            return
+        try:
+            yield socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:  # what there was came from a connection that has just gone
+            return
+
+
+@contextlib.contextmanager
+def _explained(what: str) -> Iterator[None]:
+    """Turns ZMQ's errors into one that begins with `what` and, if a limit was reached, says which."""
+    try:
+        yield
+    except zmq.ZMQError as error:
+        raise PeerDisconnectedError(f"{what}: {error.strerror}{_limit_hint(error)}") from error
+
+
+def _limit_hint(error: zmq.ZMQError) -> str:
+    if error.errno not in (errno.EMFILE, errno.ENFILE):
+        return ""
+    return f". This process may have no more open files or sockets, and each connection takes three: {REMEDY}"
+
+
 class ZmqListeningEnd(ListeningEnd):
-    """A listening end over ZMQ."""
+    """A listening end over ZMQ.
+
+    Attributes:
+        socket: that it listens by.
+        doorkeeper: answers who may come in; None without secrets.
+    """
 
     def __init__(
         self,
@@ -141,6 +179,7 @@ class ZmqListeningEnd(ListeningEnd):
         credentials: Credentials | None = None,
         max_connections: int | None = None,
         peer_timeout_s: float | None = None,
+        context: zmq.Context[zmq.Socket[bytes]] | None = None,
     ) -> None:
         """Binds the port; messages are received from then on.
 
@@ -148,31 +187,59 @@ class ZmqListeningEnd(ListeningEnd):
             host: address to bind to; IPv6 addresses in brackets.
             port: 0 takes any free one.
             credentials: only peers with the same come in; None lets everyone in.
-            max_connections: how many there may be; None is no bound.
-            peer_timeout_s: as of `ListeningChannel`.
+            max_connections: how many there may be, half-open ones included; then the oldest of strangers has to go,
+                and among peers the one that comes. None is no bound.
+            peer_timeout_s: silence after which a decode rank counts as lost; None leaves connections of lost ones open.
+            context: in which no other end has credentials; None makes one of its own.
 
         Raises:
             SettingsError: if the address cannot be bound, or this process may open too few files, saying why.
         """
-        self._context = _context()
-        self._wakeup = Wakeup()
-        try:
-            self._channel = ListeningChannel(
-                self._context,
-                host=host,
-                port=port,
-                credentials=credentials,
-                max_connections=max_connections,
-                peer_timeout_s=peer_timeout_s,
-            )
-        except BaseException:
-            self._give_back()
-            raise
-        self.port = self._channel.port
+        self._routes = ReplyRoutes()
+        self._connections = Connections(max_connections, has_secret=credentials is not None)
+        self.doorkeeper: Doorkeeper | None = None
+        with contextlib.ExitStack() as undo:
+            if context is None:
+                context = _context()
+                undo.callback(context.destroy, linger=0)
+            self._wakeup = Wakeup()
+            undo.callback(self._wakeup.close)
+            self.socket = configured(context, zmq.ROUTER)
+            undo.callback(self.socket.close)
+            undo.callback(self._connections.close, self.socket)
+            # Makes a message without a route an error, and lets a reconnecting peer keep its identity.
+            self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+            self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+            if peer_timeout_s is not None:
+                end_silent(self.socket, peer_timeout_s)
+            if credentials is not None:
+                self.doorkeeper = Doorkeeper(self.socket, credentials)
+                undo.callback(self.doorkeeper.socket.close)
+            self._bind(host, port)
+            self._resources = undo.pop_all()
+        endpoint = self.socket.getsockopt(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        self.port = int(endpoint.rstrip(b"\0").rpartition(b":")[2])
         self._poller = zmq.Poller()
-        for socket in self._channel.sockets:
-            self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._wakeup.fileno(), zmq.POLLIN)
+        for each in (*self.sockets, self._wakeup.fileno()):
+            self._poller.register(each, zmq.POLLIN)
+
+    def _bind(self, host: str, port: int) -> None:
+        try:
+            self._connections.watch(self.socket)
+            self.socket.bind(f"tcp://{host}:{port or '*'}")
+        except zmq.ZMQError as error:
+            remedy = _limit_hint(error) or ". Choose another port, or 0 for any free one"
+            raise SettingsError(
+                f"the peer channel cannot listen on {host} port {port} (KVFERRY_HOST, KVFERRY_CONTROL_PORT): "
+                f"{error.strerror}{remedy}"
+            ) from error
+
+    @property
+    def sockets(self) -> list[zmq.Socket[bytes]]:
+        """What has input when there is something to receive; `receive` takes care of all of them."""
+        doorkeeper = [] if self.doorkeeper is None else [self.doorkeeper.socket]
+        return [self.socket, *self._connections.monitors, *doorkeeper]
 
     def wait(self, timeout_ms: int) -> None:
         ready = self._poller.poll(timeout_ms)
@@ -183,37 +250,98 @@ class ZmqListeningEnd(ListeningEnd):
         self._wakeup.wake()
 
     def receive(self) -> list[tuple[str, bytes]]:
-        return self._channel.receive()
+        """Returns the messages that have arrived, as `ListeningEnd.receive`. Drops frames that are no message.
+
+        Returns only so many at a time, so that the thread that polls has time for other things.
+        """
+        self._connections.shut_surplus_down(self.port)
+        if self.doorkeeper is not None:
+            self.doorkeeper.answer()
+        return [
+            (self._routes.sender_of(frames[0].decode("ascii")), frames[1])
+            for frames in _waiting(self.socket)
+            if len(frames) == 2 and _IDENTITY.fullmatch(frames[0])
+        ]
 
     def send(self, identity: str, message: bytes) -> None:
-        self._channel.send(identity, message)
+        is_sent, problem = False, None
+        for route in self._routes.to(identity):
+            try:
+                self.socket.send_multipart([route.encode(), message], zmq.NOBLOCK)
+                is_sent = True
+            except zmq.ZMQError as error:
+                self._routes.lost(identity, route)
+                problem = error
+        if not is_sent:
+            reason = "it has sent nothing" if problem is None else problem.strerror
+            raise PeerDisconnectedError(f"no connection to {identity}: {reason}") from problem
 
     def close(self) -> None:
-        self._channel.close()
-        self._give_back()
-
-    def _give_back(self) -> None:
-        self._context.destroy(linger=0)  # a channel that was not made may have left a socket open
-        self._wakeup.close()
+        """Closes the socket; what was sent has half a second to leave."""
+        self._resources.close()
 
 
 class ZmqConnection(Connection):
-    """A connection over ZMQ."""
+    """A connection over ZMQ, made anew by ZMQ when it breaks.
 
-    def __init__(self, channel: ConnectedChannel, on_sent: Callable[[ZmqConnection], None]) -> None:
-        """Takes the connection.
+    Attributes:
+        socket: that it sends and receives by.
+        monitor: has input when the connection broke.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        identity: str,
+        address: str,
+        number: int = 0,
+        credentials: Credentials | None = None,
+        on_sent: Callable[[ZmqConnection], None] = lambda _: None,
+    ) -> None:
+        """Begins to connect, and does not wait for it.
 
         Args:
+            identity: of this endpoint: visible ASCII, no more than 240 characters.
+            number: higher than of all connections that this endpoint had before. ZMQ goes on sending what a closed one
+                had left, and of two that call themselves the same the prefill rank's end of ZMQ keeps the one that came
+                last.
+            address: of the prefill rank, such as tcp://127.0.0.1:40000.
+            credentials: whoever listens there must have the same.
             on_sent: called after something was sent, or could not be.
+
+        Raises:
+            PeerDisconnectedError: if the address makes no sense, or the process may open too few files more.
         """
-        self.channel = channel
-        self.address = channel.address
+        self.address = address
+        self._has_secret = credentials is not None
         self._on_sent = on_sent
+        if problem := lack(CONNECTION):  # for what the transport will take, too
+            raise PeerDisconnectedError(f"cannot connect to {address!r}: {problem}")
+        with contextlib.ExitStack() as undo:
+            undo.enter_context(_explained(f"cannot connect to {address!r}"))
+            self.socket = configured(context, zmq.DEALER)
+            undo.callback(self.socket.close, linger=0)  # ends what monitors it, too
+            self._prepare(identity_of(identity, number), credentials)
+            self.socket.connect(address)
+            undo.pop_all()
+
+    def _prepare(self, identity: str, credentials: Credentials | None) -> None:
+        self.socket.setsockopt(zmq.IDENTITY, identity.encode())
+        # Links to a successor at this address may use this connection, and must not wait for it long.
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        # ZMQ reconnects by itself, and does not report what was in flight when the connection broke.
+        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        if credentials is not None:
+            self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
+            self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
+            self.socket.setsockopt(zmq.CURVE_SECRETKEY, credentials.connecting.secret)
 
     @property
     def sockets(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         """What has input when there is something to receive, or the connection broke."""
-        return self.channel.socket, self.channel.monitor
+        return self.socket, self.monitor
 
     @property
     def has_input(self) -> bool:
@@ -221,16 +349,39 @@ class ZmqConnection(Connection):
         return any(has_input(socket) for socket in self.sockets)
 
     def receive(self) -> list[bytes]:
-        return self.channel.receive()
+        """Returns the messages that have arrived, only so many at a time."""
+        return [frames[0] for frames in _waiting(self.socket) if len(frames) == 1]
 
     def take_break(self) -> bool:
-        return self.channel.take_break()
+        has_broken = False
+        while has_input(self.monitor):
+            self.monitor.recv_multipart(zmq.NOBLOCK)
+            has_broken = True
+        return has_broken
 
     def send(self, message: bytes) -> None:
+        """Sends to the prefill rank.
+
+        Raises:
+            PeerDisconnectedError: if so many messages wait that the rank must have gone, or refuses this side.
+        """
         try:
-            self.channel.send(message)
+            self.socket.send(message, zmq.NOBLOCK)
+        except zmq.Again as error:
+            raise PeerDisconnectedError(
+                f"cannot send to {self.address}: it is gone, or has another secret: "
+                f"{secret_hint(has_secret=self._has_secret)}"
+            ) from error
+        except zmq.ZMQError as error:
+            raise PeerDisconnectedError(f"cannot send to {self.address}: {error.strerror}") from error
         finally:
             self._on_sent(self)
+
+    def close(self) -> None:
+        """Closes the socket; what was sent has half a second to leave."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close()
 
 
 class ZmqConnectingEnd(ConnectingEnd):
@@ -262,14 +413,14 @@ class ZmqConnectingEnd(ConnectingEnd):
         self._to_ask: dict[ZmqConnection, None] = {}  # those that may have input though no descriptor says so
 
     def connect(self, address: str) -> Connection:
-        channel = ConnectedChannel(
+        connection = ZmqConnection(
             self._context,
             identity=self._identity,
             address=address,
             number=next(self._numbers),
             credentials=self._credentials,
+            on_sent=self._sent,
         )
-        connection = ZmqConnection(channel, self._sent)
         try:
             for socket in connection.sockets:
                 self._selector.register(socket.fileno(), selectors.EVENT_READ, connection)
@@ -290,7 +441,7 @@ class ZmqConnectingEnd(ConnectingEnd):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(socket.fileno())
         self._to_ask.pop(connection, None)
-        connection.channel.close()
+        connection.close()
 
     def wait(self, timeout_ms: int) -> Collection[Connection]:
         self._to_ask = {connection: None for connection in self._to_ask if connection.has_input}

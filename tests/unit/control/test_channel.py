@@ -21,9 +21,9 @@ import zmq
 from tests.support.resources import only_descriptors
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.control.channel import ConnectedChannel, ListeningChannel, most_connections
+from kvferry.control.channel import most_connections
 from kvferry.control.credentials import Credentials, KeyPair
-from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqListeningEnd
+from kvferry.control.ends import Connection, ZmqConnectingEnd, ZmqConnection, ZmqListeningEnd
 from kvferry.errors import PeerDisconnectedError, SettingsError
 
 FRIENDS = Credentials.derived_from("the secret of this test")
@@ -40,11 +40,11 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 
 
 @pytest.fixture
-def listen(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., ListeningChannel]]:
-    opened: list[ListeningChannel] = []
+def listen(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., ZmqListeningEnd]]:
+    opened: list[ZmqListeningEnd] = []
 
-    def make(credentials: Credentials | None) -> ListeningChannel:
-        opened.append(ListeningChannel(context, host="127.0.0.1", port=0, credentials=credentials))
+    def make(credentials: Credentials | None) -> ZmqListeningEnd:
+        opened.append(ZmqListeningEnd(context=context, host="127.0.0.1", port=0, credentials=credentials))
         return opened[-1]
 
     yield make
@@ -53,17 +53,17 @@ def listen(context: zmq.Context[zmq.Socket[bytes]]) -> Iterator[Callable[..., Li
 
 
 @pytest.fixture
-def connect() -> Iterator[Callable[..., ConnectedChannel]]:
+def connect() -> Iterator[Callable[..., ZmqConnection]]:
     """In a context of their own, as they are in another process."""
     with zmq.Context() as context:
-        opened: list[ConnectedChannel] = []
+        opened: list[ZmqConnection] = []
 
         def make(
-            channel: ListeningChannel, credentials: Credentials | None, name: str = "decode", number: int = 0
-        ) -> ConnectedChannel:
+            channel: ZmqListeningEnd, credentials: Credentials | None, name: str = "decode", number: int = 0
+        ) -> ZmqConnection:
             address = f"tcp://127.0.0.1:{channel.port}"
             opened.append(
-                ConnectedChannel(context, identity=name, address=address, number=number, credentials=credentials)
+                ZmqConnection(context, identity=name, address=address, number=number, credentials=credentials)
             )
             opened[-1].socket.setsockopt(zmq.LINGER, 0)
             return opened[-1]
@@ -73,7 +73,7 @@ def connect() -> Iterator[Callable[..., ConnectedChannel]]:
             each.close()
 
 
-def received(channel: ListeningChannel, within_s: float) -> list[tuple[str, bytes]]:
+def received(channel: ZmqListeningEnd, within_s: float) -> list[tuple[str, bytes]]:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         channel.wait(50)
@@ -96,7 +96,7 @@ OTHER_CLIENT_KEY = replace(FRIENDS, connecting=STRANGERS.connecting)
 """Of somebody who learned the listening side's public key, and has no key of ours."""
 
 
-def ask(connected: ConnectedChannel) -> None:
+def ask(connected: ZmqConnection) -> None:
     """Sends a question, unless the side was refused before it could."""
     with contextlib.suppress(PeerDisconnectedError):
         connected.send(b"question")
@@ -143,7 +143,7 @@ def test_nobody_comes_in_if_nobody_answers_for_them(context, listen, connect):
 def test_credentials_with_a_wrong_key_of_ours_do_not_even_start(context):
     broken = replace(FRIENDS, listening=KeyPair(b"x", b"x"))
     with pytest.raises((ValueError, zmq.ZMQError)):
-        ListeningChannel(context, host="127.0.0.1", port=0, credentials=broken)
+        ZmqListeningEnd(context=context, host="127.0.0.1", port=0, credentials=broken)
     context.destroy(linger=0)
 
 
@@ -165,7 +165,7 @@ def test_a_sender_whose_name_could_not_stand_in_a_log_is_dropped(listen, connect
 def test_a_port_that_is_taken_leaves_nothing_behind(context):
     with socket.create_server(("127.0.0.1", 0)) as taken:  # noqa: SIM117
         with pytest.raises(SettingsError, match="KVFERRY_CONTROL_PORT"):
-            ListeningChannel(context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
+            ZmqListeningEnd(context=context, host="127.0.0.1", port=taken.getsockname()[1], credentials=FRIENDS)
     context.term()  # would wait for ever for a socket that was left open
 
 
@@ -174,7 +174,7 @@ def test_what_interrupts_a_listening_end_as_it_is_made_gets_out(monkeypatch: pyt
         raise KeyboardInterrupt
 
     ended = threading.Event()
-    monkeypatch.setattr("kvferry.control.channel._Connections.watch", interrupted)
+    monkeypatch.setattr("kvferry.control.channel.Connections.watch", interrupted)
 
     def make() -> None:
         with contextlib.suppress(KeyboardInterrupt):
@@ -420,7 +420,7 @@ def test_what_came_is_found_although_sending_has_taken_the_news(ends):
     connection = ends.connect()
 
     def has_news(timeout_s: float) -> bool:
-        return bool(select.select([connection.channel.socket.fileno()], [], [], timeout_s)[0])
+        return bool(select.select([connection.socket.fileno()], [], [], timeout_s)[0])
 
     for turn in range(20):
         questions = 1
