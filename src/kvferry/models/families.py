@@ -12,7 +12,6 @@ from typing import Any
 from kvferry.models.cache import Components, ModelCache, as_draft
 from kvferry.models.fields import Fields, Mixer
 from kvferry.models.parts import (
-    Mamba2Sizes,
     attention,
     gated_delta_net,
     index_keys,
@@ -52,8 +51,17 @@ def _layers(mixers: Sequence[Mixer], mixer: Mixer, *, first: int = 0) -> tuple[i
     return tuple(first + index for index, each in enumerate(mixers) if each is mixer)
 
 
-def _every(fields: Fields, period: int, *, last: Mixer, others: Mixer) -> tuple[Mixer, ...]:
-    return tuple(last if (index + 1) % period == 0 else others for index in range(fields.num_layers))
+def _alternating(fields: Fields, others: Mixer, *, period: int | str) -> tuple[Mixer, ...]:
+    """Returns what each layer is: what layer_types says, else full attention in the last of every so many.
+
+    Args:
+        others: what the layers are that do not attend to every token.
+        period: how many, or the field that says so.
+    """
+    if fields.has("layer_types"):
+        return fields.mixers("layer_types", fields.num_layers, (Mixer.FULL, others))
+    count = period if isinstance(period, int) else fields.size(period)
+    return tuple(others if (index + 1) % count else Mixer.FULL for index in range(fields.num_layers))
 
 
 def _attention_by_mixer(fields: Fields, mixers: Sequence[Mixer]) -> Components:
@@ -93,19 +101,12 @@ def qwen3_moe(fields: Fields) -> ModelCache:
 
 def gpt_oss(fields: Fields) -> ModelCache:
     """gpt-oss: windows and full attention take turns, as layer_types says."""
-    if fields.has("layer_types"):
-        mixers = fields.mixers("layer_types", fields.num_layers, (Mixer.FULL, Mixer.WINDOW))
-    else:
-        mixers = _every(fields, 2, last=Mixer.FULL, others=Mixer.WINDOW)
-    return _cache(fields, _attention_by_mixer(fields, mixers))
+    return _cache(fields, _attention_by_mixer(fields, _alternating(fields, Mixer.WINDOW, period=2)))
 
 
 def gemma3(fields: Fields) -> ModelCache:
     """Gemma 3: one layer in sliding_window_pattern attends to every token, unless layer_types says otherwise."""
-    if fields.has("layer_types"):
-        mixers = fields.mixers("layer_types", fields.num_layers, (Mixer.FULL, Mixer.WINDOW))
-    else:
-        mixers = _every(fields, fields.size("sliding_window_pattern"), last=Mixer.FULL, others=Mixer.WINDOW)
+    mixers = _alternating(fields, Mixer.WINDOW, period="sliding_window_pattern")
     return _cache(fields, _attention_by_mixer(fields, mixers))
 
 
@@ -128,10 +129,7 @@ def sparse_latent_attention(fields: Fields) -> ModelCache:
 
 def gated_delta_hybrid(fields: Fields) -> ModelCache:
     """Qwen3-Next, Qwen3.5: gated delta nets, and one layer in full_attention_interval that attends to every token."""
-    if fields.has("layer_types"):
-        mixers = fields.mixers("layer_types", fields.num_layers, (Mixer.FULL, Mixer.RECURRENT))
-    else:
-        mixers = _every(fields, fields.size("full_attention_interval"), last=Mixer.FULL, others=Mixer.RECURRENT)
+    mixers = _alternating(fields, Mixer.RECURRENT, period="full_attention_interval")
     draft = _draft_layers(fields, fields.count("mtp_num_hidden_layers", "num_nextn_predict_layers"))
     return _cache(
         fields,
@@ -145,14 +143,16 @@ def gated_delta_hybrid(fields: Fields) -> ModelCache:
 
 def mamba2_alone(fields: Fields) -> ModelCache:
     """Mamba2: no attention at all."""
-    sizes = Mamba2Sizes(
+    states = mamba2(
+        fields,
+        range(fields.num_layers),
         heads=fields.size("num_heads"),
         head_dim=fields.size("head_dim"),
         state_size=fields.size("state_size"),
         groups=fields.size("n_groups"),
         width=fields.conv_width("conv_kernel"),
     )
-    return _cache(fields, mamba2(fields, range(fields.num_layers), sizes))
+    return _cache(fields, states)
 
 
 _NEMOTRON_PATTERN = {"M": Mixer.RECURRENT, "*": Mixer.FULL, "-": Mixer.NONE, "E": Mixer.NONE}
@@ -165,25 +165,22 @@ def nemotron_h(fields: Fields) -> ModelCache:
         raise fields.error("neither hybrid_override_pattern nor layers_block_type says what each layer is")
     module = _nemotron_mixers(fields, "mtp_layers_block_type", "mtp_hybrid_override_pattern")
     draft = (module or (Mixer.FULL, Mixer.NONE)) * fields.count("num_nextn_predict_layers")
+    sizes = {
+        "heads": fields.size("mamba_num_heads"),
+        "head_dim": fields.size("mamba_head_dim"),
+        "state_size": fields.size("ssm_state_size"),
+        "groups": fields.size("mamba_n_groups", "n_groups"),
+        "width": fields.conv_width("mamba_d_conv", "conv_kernel"),
+    }
     components, draft_components = (
         (
             *attention(fields, _layers(each, Mixer.FULL, first=first)),
-            *mamba2(fields, _layers(each, Mixer.RECURRENT, first=first), _nemotron_sizes(fields)),
+            *mamba2(fields, _layers(each, Mixer.RECURRENT, first=first), **sizes),
         )
         for each, first in ((mixers, 0), (draft, len(mixers)))
     )
     return ModelCache(
         name=fields.model_type, num_layers=len(mixers), components=components, draft=as_draft(draft_components)
-    )
-
-
-def _nemotron_sizes(fields: Fields) -> Mamba2Sizes:
-    return Mamba2Sizes(
-        heads=fields.size("mamba_num_heads"),
-        head_dim=fields.size("mamba_head_dim"),
-        state_size=fields.size("ssm_state_size"),
-        groups=fields.size("mamba_n_groups", "n_groups"),
-        width=fields.conv_width("mamba_d_conv", "conv_kernel"),
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvferry.layout import (
     Axis,
@@ -28,6 +27,14 @@ type unless the configuration or --mamba-ssm-cache-dtype says another (MambaStat
 
 def _sharded(component: Component, layers: Sequence[int], tp_axis: str | None) -> ShardedComponent:
     return ShardedComponent(component=component, layers=tuple(layers), tp_axis=tp_axis)
+
+
+def _states(layers: Sequence[int], *described: tuple[str, tuple[Axis, ...], str]) -> Components:
+    """Makes what is kept once per request and layer, each of a name, axes and a dtype; ranks divide the first axis."""
+    return tuple(
+        _sharded(state_component(name, num_layers=len(layers), axes=axes, dtype=dtype), layers, axes[0].name)
+        for name, axes, dtype in described
+    )
 
 
 def attention(fields: Fields, layers: Sequence[int], *, window_tokens: int | None = None) -> Components:
@@ -67,55 +74,37 @@ def gated_delta_net(fields: Fields, layers: Sequence[int]) -> Components:
     """Makes the state of a gated delta net, and of the convolution before it, by kind of channel: query, key, value."""
     if not layers:
         return ()
-    key_heads, key_dim = fields.size("linear_num_key_heads"), fields.size("linear_key_head_dim")
-    value_heads, value_dim = fields.size("linear_num_value_heads"), fields.size("linear_value_head_dim")
-    width = fields.conv_width("linear_conv_kernel_dim")
-    dtype = fields.state_dtype(default=RECURRENT_DTYPE)
-    matrix = (Axis("head", value_heads), Axis("key_dim", key_dim), Axis("value_dim", value_dim))
-    key_channels = (Axis("head", key_heads), Axis("channel", key_dim), Axis("width", width))
-    value_channels = (Axis("head", value_heads), Axis("channel", value_dim), Axis("width", width))
-    count, conv_dtype = len(layers), fields.model_dtype
-    return tuple(
-        _sharded(component, layers, "head")
-        for component in (
-            state_component("state", num_layers=count, axes=matrix, dtype=dtype),
-            state_component("conv_q", num_layers=count, axes=key_channels, dtype=conv_dtype),
-            state_component("conv_k", num_layers=count, axes=key_channels, dtype=conv_dtype),
-            state_component("conv_v", num_layers=count, axes=value_channels, dtype=conv_dtype),
-        )
+    key_heads, key_dim = Axis("head", fields.size("linear_num_key_heads")), fields.size("linear_key_head_dim")
+    value_heads, value_dim = Axis("head", fields.size("linear_num_value_heads")), fields.size("linear_value_head_dim")
+    width = Axis("width", fields.conv_width("linear_conv_kernel_dim"))
+    dtype, conv_dtype = fields.state_dtype(default=RECURRENT_DTYPE), fields.model_dtype
+    return _states(
+        layers,
+        ("state", (value_heads, Axis("key_dim", key_dim), Axis("value_dim", value_dim)), dtype),
+        ("conv_q", (key_heads, Axis("channel", key_dim), width), conv_dtype),
+        ("conv_k", (key_heads, Axis("channel", key_dim), width), conv_dtype),
+        ("conv_v", (value_heads, Axis("channel", value_dim), width), conv_dtype),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mamba2Sizes:
-    """The sizes of a Mamba2 layer, which every architecture names its own way."""
-
-    heads: int
-    head_dim: int
-    state_size: int
-    groups: int
-    width: int
-
-
-def mamba2(fields: Fields, layers: Sequence[int], sizes: Mamba2Sizes) -> Components:
+def mamba2(
+    fields: Fields, layers: Sequence[int], *, heads: int, head_dim: int, state_size: int, groups: int, width: int
+) -> Components:
     """Makes the state of Mamba2, and of the convolution before it, by kind of channel: x, B, C.
 
     B and C belong to groups of heads. With more ranks than groups, neighbouring ranks have the same group.
     """
     if not layers:
         return ()
-    dtype = fields.state_dtype(default=RECURRENT_DTYPE)
-    head, group = Axis("head", sizes.heads), Axis("group", sizes.groups)
-    width, state = Axis("width", sizes.width), sizes.state_size
-    count, conv_dtype = len(layers), fields.model_dtype
-    matrix = (head, Axis("head_dim", sizes.head_dim), Axis("state_size", state))
-    x_channels = (head, Axis("channel", sizes.head_dim), width)
-    group_channels = (group, Axis("channel", state), width)
-    return (
-        _sharded(state_component("state", num_layers=count, axes=matrix, dtype=dtype), layers, "head"),
-        _sharded(state_component("conv_x", num_layers=count, axes=x_channels, dtype=conv_dtype), layers, "head"),
-        _sharded(state_component("conv_b", num_layers=count, axes=group_channels, dtype=conv_dtype), layers, "group"),
-        _sharded(state_component("conv_c", num_layers=count, axes=group_channels, dtype=conv_dtype), layers, "group"),
+    dtype, conv_dtype = fields.state_dtype(default=RECURRENT_DTYPE), fields.model_dtype
+    head, columns = Axis("head", heads), Axis("width", width)
+    group_channels = (Axis("group", groups), Axis("channel", state_size), columns)
+    return _states(
+        layers,
+        ("state", (head, Axis("head_dim", head_dim), Axis("state_size", state_size)), dtype),
+        ("conv_x", (head, Axis("channel", head_dim), columns), conv_dtype),
+        ("conv_b", group_channels, conv_dtype),
+        ("conv_c", group_channels, conv_dtype),
     )
 
 
@@ -123,12 +112,11 @@ def mamba1(fields: Fields, layers: Sequence[int], *, channels: int, state_size: 
     """Makes the state of Mamba in its first version, and of the convolution before it, both by channel."""
     if not layers:
         return ()
-    dtype = fields.state_dtype(default=RECURRENT_DTYPE)
-    channel, count = Axis("channel", channels), len(layers)
-    matrix, columns = (channel, Axis("state_size", state_size)), (channel, Axis("width", width))
-    return (
-        _sharded(state_component("state", num_layers=count, axes=matrix, dtype=dtype), layers, "channel"),
-        _sharded(state_component("conv", num_layers=count, axes=columns, dtype=fields.model_dtype), layers, "channel"),
+    channel, dtype = Axis("channel", channels), fields.state_dtype(default=RECURRENT_DTYPE)
+    return _states(
+        layers,
+        ("state", (channel, Axis("state_size", state_size)), dtype),
+        ("conv", (channel, Axis("width", width)), fields.model_dtype),
     )
 
 
@@ -139,7 +127,6 @@ def lightning_attention(fields: Fields, layers: Sequence[int]) -> Components:
     """
     if not layers:
         return ()
-    dim = fields.head_dim
-    matrix = (Axis("head", fields.size("num_attention_heads")), Axis("key_dim", dim), Axis("value_dim", dim))
+    dim, head = fields.head_dim, Axis("head", fields.size("num_attention_heads"))
     dtype = fields.state_dtype(default=fields.model_dtype)
-    return (_sharded(state_component("state", num_layers=len(layers), axes=matrix, dtype=dtype), layers, "head"),)
+    return _states(layers, ("state", (head, Axis("key_dim", dim), Axis("value_dim", dim)), dtype))
