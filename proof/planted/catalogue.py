@@ -1526,8 +1526,8 @@ CATALOGUE = (
     PlantedFault(
         "lists of an earlier connection stay",
         "transport/ranges.py",
-        "            self._lists.pop(peer, None)\n        if connection",
-        "            pass\n        if connection",
+        "lists = self._lists.pop(peer, set())",
+        "lists = self._lists.get(peer, set())",
         "tests/contract/test_transport_contract.py",
     ),
     PlantedFault(

@@ -1,7 +1,8 @@
 """The part of a transport that is the same for all that are told ranges of bytes, from this address to that.
 
 Such a transport has no descriptor lists of its own: those are kept and expanded here, as are the memory of either side
-and the connections. What is left to it is to connect, to start copies, to say when they have ended, and to notify.
+and the connections. What is left to it is to connect, to start copies, to say when they have ended, and to notify. One
+that has lists of its own, as NIXL does, makes and selects from them, and has the rest kept here.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RangeTransport(Transport, Generic[ConnectionT]):
 
     Where memory must be registered with a library, `register` is extended; where peers need more than a name and the
     memory to connect, `private_metadata` is overridden; where a connection holds anything, `hang_up`; where lists are
-    more than rows to expand, `make_list` and `start_selected`.
+    more than rows to expand, `make_list`, `drop_list` and `start_selected`.
     """
 
     memory_kinds: ClassVar[frozenset[MemoryKind]] = frozenset({MemoryKind.DRAM})
@@ -106,6 +107,9 @@ class RangeTransport(Transport, Generic[ConnectionT]):
             TransportError: if the list cannot be made.
         """
         return list_of_rows(rows, peer)
+
+    def drop_list(self, prepared: PreparedList) -> None:
+        """Gives back what a list that `make_list` made holds. It has been forgotten already, and is used no more."""
 
     def start_selected(
         self,
@@ -165,7 +169,9 @@ class RangeTransport(Transport, Generic[ConnectionT]):
     def disconnect(self, peer: str) -> None:
         with self._lock:
             connection = self._connections.pop(peer, None)
-            self._lists.pop(peer, None)
+            lists = self._lists.pop(peer, set())
+        for prepared in lists:
+            self.drop_list(prepared)
         if connection is not None:
             self.hang_up(connection)
 
@@ -180,9 +186,12 @@ class RangeTransport(Transport, Generic[ConnectionT]):
     def release_list(self, prepared: PreparedList) -> None:
         with self._lock:
             lists = self._lists.get(prepared.peer, set())
+            is_known = prepared in lists
             lists.discard(prepared)
             if not lists:
                 self._lists.pop(prepared.peer, None)
+        if is_known:
+            self.drop_list(prepared)
 
     def post(
         self,
@@ -211,5 +220,5 @@ class RangeTransport(Transport, Generic[ConnectionT]):
             peers = list(self._connections)
         for peer in peers:
             self.disconnect(peer)
-        with self._lock:
-            self._lists.clear()
+        for prepared in self._lists.pop(None, set()):
+            self.drop_list(prepared)

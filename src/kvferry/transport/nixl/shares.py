@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
 from kvferry.transport.base import TransferHandle, TransferReport
-from kvferry.transport.registered import RegisteredMemory
+from kvferry.transport.ranges import Connection
 
 _Argument = TypeVar("_Argument")
 _Answer = TypeVar("_Answer")
@@ -46,19 +46,23 @@ class NixlHandle(TransferHandle):
     """A write.
 
     Attributes:
-        memory: the peer's, of the connection by which it goes.
+        connection: by which it goes.
         shares: its parts; one, where it is not shared by several threads.
         notification: what is sent once all shares have ended; b"" where that is none, or a request carries it.
         problem: the first error of a share.
         report: that of the whole write, once it has ended well.
     """
 
-    peer: str
-    memory: RegisteredMemory
+    connection: Connection
     shares: list[Share] = field(default_factory=list)
     notification: bytes = b""
     problem: Exception | None = None
     report: TransferReport | None = None
+
+    @property
+    def peer(self) -> str:
+        """The peer's name."""
+        return self.connection.peer.name
 
     @property
     def has_ended(self) -> bool:

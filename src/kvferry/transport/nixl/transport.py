@@ -38,7 +38,7 @@ from kvferry.errors import (
     TransportError,
     TransportUnavailableError,
 )
-from kvferry.layout import Device, Region
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.loggers import logger_of
 from kvferry.open_files import CONNECTION, SHARE, START, lack
 from kvferry.plan import TransferPath
@@ -50,11 +50,9 @@ from kvferry.transport.base import (
     Promises,
     TransferHandle,
     TransferReport,
-    Transport,
-    check_lists,
-    peer_written_to,
 )
 from kvferry.transport.confined_ports import listening_sockets
+from kvferry.transport.copies import Copies
 from kvferry.transport.crowded_ports import CrowdedPorts
 from kvferry.transport.nixl.bindings import load_bindings, translated
 from kvferry.transport.nixl.device_choice import chosen_device
@@ -63,7 +61,8 @@ from kvferry.transport.nixl.scatter_gather import check_lists as check_scatter_g
 from kvferry.transport.nixl.scatter_gather import plugin_file, told
 from kvferry.transport.nixl.settings import NixlSettings
 from kvferry.transport.nixl.shares import Lane, NixlHandle, Share, on_lanes, parts, seconds, sum_of
-from kvferry.transport.registered import RegisteredMemory, check_regions
+from kvferry.transport.ranges import Connection, RangeTransport
+from kvferry.transport.registered import check_regions
 
 log = logger_of(__name__)
 
@@ -86,7 +85,7 @@ def _agent_config(nixl: ModuleType, *, only_writes: bool) -> Any:
     return config
 
 
-class NixlTransport(Transport):
+class NixlTransport(RangeTransport[Connection]):
     """Moves bytes with NIXL.
 
     What it promises is what NIXL 1.5.1 was measured to do on UCX's shared memory and TCP. Release is no abort: over TCP
@@ -96,6 +95,7 @@ class NixlTransport(Transport):
     """
 
     name = "nixl"
+    memory_kinds = frozenset(MemoryKind)
     promises = Promises(
         can_abort=False,
         fenced_by_deregistration=False,
@@ -161,7 +161,7 @@ class NixlTransport(Transport):
         Raises:
             TransportUnavailableError: if NIXL or the backend is missing, or lists are asked for that it does not know.
         """
-        self.endpoint_name = endpoint_name
+        super().__init__(endpoint_name)
         self.promises = replace(self.promises, fenced_by_death=backend == "UCX")
         self._nixl = load_bindings()
         self._translated = partial(translated, self._nixl)
@@ -185,12 +185,7 @@ class NixlTransport(Transport):
         self._lanes = tuple(Lane(1, f"{endpoint_name}-lane") for _ in range(threads if threads > 1 else 0))
         self._smallest_share = smallest_share
         self._are_lanes_tied = False
-        self._memory = RegisteredMemory("this endpoint")
         self._registered: list[Any] = []
-        # Guards the tables of regions, peers and lists: endpoints register and connect from several worker threads.
-        self._lock = threading.Lock()
-        self._peers: dict[str, RegisteredMemory] = {}
-        self._lists: dict[str | None, set[PreparedList]] = {}
 
     def _create_backend(self, backend: str, parameters: Mapping[str, str], *, hands_lists: bool) -> int:
         if hands_lists:
@@ -216,14 +211,11 @@ class NixlTransport(Transport):
             self._registered.append(registered)
         self._memory.add(regions, device)
 
-    def metadata(self) -> bytes:
-        private = self._agent.getLocalMD()
-        return PeerMetadata(
-            name=self.endpoint_name, device=self._memory.device, regions=self._memory.regions, private=private
-        ).encode()
+    def private_metadata(self) -> bytes:
+        metadata: bytes = self._agent.getLocalMD()
+        return metadata
 
-    def connect(self, metadata: bytes) -> str:
-        peer = PeerMetadata.decode(metadata)
+    def open(self, peer: PeerMetadata) -> Connection:
         if problem := lack(CONNECTION + SHARE * len(self._lanes)):
             raise TransportError(f"connecting to {peer.name}: {problem}")
         self.disconnect(peer.name)  # NIXL refuses to add an agent of a known name
@@ -234,59 +226,39 @@ class NixlTransport(Transport):
                     name = name.decode()
                 if name != peer.name:
                     with self._lock:
-                        if name not in self._peers:  # else its connection would go, and whatever is written by it
+                        if name not in self._connections:  # else its connection would go, and whatever is written by it
                             self._agent.invalidateRemoteMD(name)
                     raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
                 self._agent.makeConnection(name, [self._backend])
+                connection = Connection(peer)
                 with self._lock:
-                    theirs = RegisteredMemory(peer.name, peer.device, peer.regions)
-                    self._tie_lanes(peer.name, theirs)
-                    self._peers[peer.name] = theirs
+                    self._tie_lanes(connection)
         except TransportError:
             self._invalidate(peer.name)  # NIXL keeps what it loaded before it failed, and would refuse the next try
             raise
-        return peer.name
+        return connection
 
-    def _tie_lanes(self, peer: str, theirs: RegisteredMemory) -> None:
+    def _tie_lanes(self, connection: Connection) -> None:
         """Makes each lane's first request, one after the other: NIXL gives threads UCX's workers in that order.
 
         Called before any other thread can have made one, so that no two lanes have the same.
         """
-        if self._are_lanes_tied or not len(self._memory) or not len(theirs):
+        if self._are_lanes_tied or not len(self._memory) or not len(connection.memory):
             return
-        source, address = Region(self._memory.regions[0].address, 1), theirs.regions[0].address
+        source, address = Region(self._memory.regions[0].address, 1), connection.memory.regions[0].address
         for lane in self._lanes:
-            self._agent.releaseXferReq(lane.submit(self._request, source, peer, theirs, address).result())
+            self._agent.releaseXferReq(lane.submit(self._request, source, connection, address).result())
         self._are_lanes_tied = True
 
-    def disconnect(self, peer: str) -> None:
-        with self._lock:
-            known = self._peers.pop(peer, None)
-            lists = self._lists.pop(peer, set())
-        for prepared in lists:
-            self._agent.releasedDlistH(prepared.handle)
-        if known is not None:
-            self._invalidate(peer)
+    def hang_up(self, connection: Connection) -> None:
+        self._invalidate(connection.peer.name)
 
     def _invalidate(self, peer: str) -> None:
         with contextlib.suppress(TransportError), self._translated(f"disconnecting from {peer}", peer):
             self._agent.invalidateRemoteMD(peer)
 
-    def _memory_of(self, peer: str) -> RegisteredMemory:
-        """Returns the memory of a peer that is connected.
-
-        Raises:
-            PeerDisconnectedError: if it is not.
-        """
-        with self._lock:
-            memory = self._peers.get(peer)
-        if memory is None:
-            raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
-        return memory
-
-    def prepare(self, rows: RowArray, peer: str | None) -> PreparedList:
-        memory = self._memory if peer is None else self._memory_of(peer)
-        memory.check_rows(rows)
+    def make_list(self, rows: RowArray, peer: str | None) -> PreparedList:
+        memory = self._memory if peer is None else self.connection(peer).memory
         rows = rows.copy()
         rows[:, 3] = np.maximum(rows[:, 3], rows[:, 1])  # NIXL wants it so, also where nothing repeats
         with self._translated(f"preparing {len(rows)} descriptor rows of {peer or 'this endpoint'}", peer):
@@ -296,30 +268,21 @@ class NixlTransport(Transport):
                 rows,
                 [self._backend],
             )
-        prepared = PreparedList(peer, handle, len(rows), int(rows[:, 4].sum()))
-        with self._lock:
-            self._lists.setdefault(peer, set()).add(prepared)
-        return prepared
+        return PreparedList(peer, handle, len(rows), int(rows[:, 4].sum()))
 
-    def release_list(self, prepared: PreparedList) -> None:
-        with self._lock:
-            lists = self._lists.get(prepared.peer, set())
-            known = prepared in lists
-            lists.discard(prepared)
-        if known:
-            self._agent.releasedDlistH(prepared.handle)
+    def drop_list(self, prepared: PreparedList) -> None:
+        self._agent.releasedDlistH(prepared.handle)
 
-    def post(
+    def start_selected(
         self,
+        connection: Connection,
         local: PreparedList,
         local_indices: DescriptorIndices,
         remote: PreparedList,
         remote_indices: DescriptorIndices,
         notification: bytes,
     ) -> TransferHandle:
-        peer = peer_written_to(local, remote)
-        with self._lock:
-            check_lists(local, remote, self._lists)  # NIXL would follow the pointer of a released one
+        peer = connection.peer.name
 
         def request(which: slice) -> int:
             handle: int = self._agent.makeXferReq(
@@ -337,7 +300,7 @@ class NixlTransport(Transport):
         with self._translated(f"posting {len(local_indices)} descriptors to {peer}", peer):
             num_shares = min(len(self._lanes), len(local_indices) // self._smallest_share)
             if num_shares < 2 or len(local_indices) != len(remote_indices):  # the latter NIXL refuses
-                return self._start([Share(request(slice(None)))], peer, notification)
+                return self._start_shares([Share(request(slice(None)))], connection, notification)
             requests = on_lanes(self._lanes, request, parts(len(local_indices), num_shares))
             problem = next((each for each in requests if isinstance(each, BaseException)), None)
             handles = [each for each in requests if not isinstance(each, BaseException)]
@@ -346,33 +309,32 @@ class NixlTransport(Transport):
                     self._release_unposted(handle, peer)
                 raise problem
             shares = [Share(handle, lane) for handle, lane in zip(handles, self._lanes, strict=False)]
-            return self._start(shares, peer, notification)
+            return self._start_shares(shares, connection, notification)
 
-    def write(self, source: Region, peer: str, address: int, notification: bytes) -> TransferHandle:
-        theirs = self._memory_of(peer)
-        # NIXL finds the memory itself, but says no more than "not found".
-        self._memory.check_range(source)
-        theirs.check_range(Region(address, source.length))
-        with self._translated(f"writing {source.length} bytes to {peer}", peer):
-            return self._start([Share(self._request(source, peer, theirs, address))], peer, notification)
+    def start(self, connection: Connection, copies: Copies, notification: bytes) -> TransferHandle:
+        """Starts a write of one range: those that are selected from lists, NIXL takes as such."""
+        ((source, address, length),) = copies
+        with self._translated(f"writing {length} bytes to {connection.peer.name}", connection.peer.name):
+            share = Share(self._request(Region(source, length), connection, address))
+            return self._start_shares([share], connection, notification)
 
-    def _request(self, source: Region, peer: str, theirs: RegisteredMemory, address: int) -> int:
+    def _request(self, source: Region, connection: Connection, address: int) -> int:
         """Makes a request to write one range."""
-        descriptors, ours = self._nixl.nixlXferDList, self._memory.device
+        descriptors, ours, theirs = self._nixl.nixlXferDList, self._memory.device, connection.memory.device
         handle: int = self._agent.createXferReq(
             self._nixl.NIXL_WRITE,
             descriptors(self._memory_type(ours), [(source.address, source.length, ours.index)]),
-            descriptors(self._memory_type(theirs.device), [(address, source.length, theirs.device.index)]),
-            peer,
+            descriptors(self._memory_type(theirs), [(address, source.length, theirs.index)]),
+            connection.peer.name,
             "",
             [self._backend],
         )
         return handle
 
-    def _start(self, shares: list[Share], peer: str, notification: bytes) -> NixlHandle:
+    def _start_shares(self, shares: list[Share], connection: Connection, notification: bytes) -> NixlHandle:
         """Posts the shares of a write, each on its lane. The notification leaves when all of them have ended."""
         is_one = len(shares) == 1  # whose request can carry the notification
-        transfer = NixlHandle(peer, self._memory_of(peer), shares, b"" if is_one else notification)
+        transfer = NixlHandle(connection, shares, b"" if is_one else notification)
         post = partial(self._post, transfer, notification if is_one else b"")
         with self._progress:
             if is_one:
@@ -400,10 +362,10 @@ class NixlTransport(Transport):
 
     def _flush(self, share: Share, transfer: NixlHandle) -> None:
         """Posts a write of no bytes behind what was half posted, on its thread, which NIXL ties to a connection."""
-        peer, theirs, ours = transfer.peer, transfer.memory, self._memory.regions[0].address
+        connection, peer, ours = transfer.connection, transfer.peer, self._memory.regions[0].address
 
         def post() -> int:
-            handle = self._request(Region(ours, 0), peer, theirs, theirs.regions[0].address)
+            handle = self._request(Region(ours, 0), connection, connection.memory.regions[0].address)
             try:
                 self._is_done(self._agent.postXferReq(handle, b""), peer)
             except BaseException:
@@ -455,7 +417,7 @@ class NixlTransport(Transport):
     def _look_at(self, share: Share, transfer: NixlHandle) -> None:
         if share.is_half_posted and share.flush is None:
             with self._lock:
-                is_connected = self._peers.get(transfer.peer) is transfer.memory
+                is_connected = self._connections.get(transfer.peer) is transfer.connection
             if not is_connected:  # nothing tells of an earlier connection
                 raise RuntimeError(
                     f"{transfer.peer} was disconnected while a write to it was half posted, and may go on"
@@ -507,9 +469,7 @@ class NixlTransport(Transport):
                         stack.callback(self._agent.releaseXferReq, handle)
 
     def notify(self, peer: str, notification: bytes) -> None:
-        with self._lock:
-            if peer not in self._peers:
-                raise PeerDisconnectedError(f"no connection to {peer!r}: connect first")
+        self.connection(peer)
         with self._progress, self._translated(f"notifying {peer}", peer):
             self._agent.genNotif(peer, notification, [self._backend])
 
@@ -529,10 +489,7 @@ class NixlTransport(Transport):
             self._ports.close()
         for lane in self._lanes:
             lane.shutdown()
-        for peer in list(self._peers):
-            self.disconnect(peer)
-        for prepared in self._lists.pop(None, set()):
-            self._agent.releasedDlistH(prepared.handle)
+        super().close()
         for registered in self._registered:
             with contextlib.suppress(TransportError), self._translated("deregistering memory"):
                 self._agent.deregisterMem(registered, [self._backend])
