@@ -26,8 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from kvferry._version import __version__
 from kvferry.control.credentials import bears
 from kvferry.control.http_clients import STAYS
-from kvferry.control.leases import RENEWALS_PER_S, Leases
-from kvferry.control.pacing import Pacer
+from kvferry.control.leases import RENEWALS_PER_S, Leases, Pacer
 from kvferry.control.registry_messages import (
     API_VERSION,
     LARGEST_BODY_BYTES,

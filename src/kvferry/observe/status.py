@@ -271,14 +271,9 @@ class EndpointStatus(msgspec.Struct, frozen=True, kw_only=True):
     load: LoadStatus = LoadStatus()
 
     @property
-    def has_all_threads(self) -> bool:
-        """Whether all threads run."""
-        return all(thread.is_alive for thread in self.threads)
-
-    @property
     def is_healthy(self) -> bool:
         """Whether all threads run, and nothing else is wrong."""
-        return self.has_all_threads and not self.problem
+        return all(thread.is_alive for thread in self.threads) and not self.problem
 
     @property
     def silent_peers(self) -> tuple[PeerStatus, ...]:

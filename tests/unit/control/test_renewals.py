@@ -12,8 +12,7 @@ import msgspec
 import pytest
 from tests.support.registered_ranks import rank
 
-from kvferry.control.leases import RENEWALS_PER_S, RETURNS_PER_S, Leases
-from kvferry.control.pacing import Pacer
+from kvferry.control.leases import RENEWALS_PER_S, RETURNS_PER_S, Leases, Pacer
 from kvferry.control.registry import Grant
 from kvferry.control.registry_client import _LOOK_S
 from kvferry.control.registry_messages import Lease

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.findings import Severity
-from kvferry.transport.nixl.placement import placement
-from kvferry.transport.pci import Distance, Topology, read_topology
+from kvferry.transport.devices import Distance, Topology, read_topology
+from kvferry.transport.nixl.nixl_diagnosis import placement
 
 NVIDIA, MELLANOX, AMAZON, INTEL = "0x10de", "0x15b3", "0x1d0f", "0x8086"
 

@@ -1,4 +1,4 @@
-"""What `kvferry doctor` says of NIXL: which wheel is there, which network device is used, and which way UCX takes."""
+"""What `kvferry doctor` says of NIXL: its wheel, the network device that it uses, how near a GPU, and UCX's ways."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from kvferry.errors import TransportUnavailableError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.layout import MemoryKind
 from kvferry.settings import Settings, environment
-from kvferry.transport.devices import interfaces, interfaces_with_addresses, rdma_devices
+from kvferry.transport.devices import (
+    Distance,
+    PciDevice,
+    Topology,
+    interfaces,
+    interfaces_with_addresses,
+    rdma_devices,
+    read_topology,
+)
 from kvferry.transport.diagnosis import Diagnosis, WayTaken, installed_version
 from kvferry.transport.nixl.bindings import load_bindings, why_other_cuda
 from kvferry.transport.nixl.device_choice import OF_UCX, DeviceChoice, chosen_device
-from kvferry.transport.nixl.placement import placement
 from kvferry.transport.nixl.scatter_gather import check_lists, knows_lists, plugin_file
 from kvferry.transport.nixl.settings import NixlSettings
-from kvferry.transport.pci import read_topology
 
 _WHEELS = ("nixl-cu13", "nixl-cu12", "nixl")
 _TITLE = re.compile(r"remote memory write by ucp_put\S* from (?P<source>.+?) to (?P<target>.+?)\s*\|")
@@ -121,6 +127,44 @@ def _left_to_ucx(reason: str) -> Finding:
         "where one of these does not lead there",
         f"set KVFERRY_NIXL_DEVICE to the one that leads to peers, such as {several[0]}",
     )
+
+
+def placement(device: str | None, topology: Topology) -> Iterator[Finding]:
+    """Says for every GPU which network devices are nearest. Nothing where there is no GPU.
+
+    Args:
+        device: the network device that NIXL is told to use, as UCX calls it; None if that is left to UCX.
+        topology: of this machine.
+    """
+    name = (device or "").partition(":")[0]
+    used = next((nic for nic in topology.nics if nic.name == name), None)
+    for gpu in topology.gpus:
+        found = topology.nearest(gpu)
+        if found is None:
+            yield good("placement", f"{_name(gpu)}: no network device is on a bus of this machine")
+            continue
+        nearest, distance = found
+        near = f"{', '.join(f'{nic.name} ({nic.kind})' for nic in nearest)}, across {distance.words}"
+        if used is None or used in nearest or gpu.distance(used) is distance:
+            yield good("placement", f"{_name(gpu)}: the nearest network devices are {near}")
+        elif gpu.distance(used) is Distance.SYSTEM:
+            yield warning(
+                "placement",
+                f"NIXL is told to use {used.name}, which is across {Distance.SYSTEM.words} from {_name(gpu)}; nearer "
+                f"are {near}",
+                "set KVFERRY_NIXL_DEVICE for each rank to a device near its GPU, or to all, which lets UCX choose",
+            )
+        else:
+            yield good(
+                "placement",
+                f"{_name(gpu)}: the nearest network devices are {near}; {used.name}, which NIXL is told to use, is "
+                f"across {gpu.distance(used).words}",
+            )
+
+
+def _name(gpu: PciDevice) -> str:
+    node = f", NUMA node {gpu.numa_node}" if gpu.numa_node >= 0 else ""
+    return f"{gpu.kind} GPU {gpu.name}{node}"
 
 
 def _problems(ways: list[Way], *, is_local: bool) -> Iterator[Finding]:
