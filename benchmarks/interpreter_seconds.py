@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from msgspec import structs
 from numpy.typing import NDArray
+from proof.made_up_resources import MadeUpResources
 
 import kvferry as kf
 from kvferry.endpoint.runtime.platform import SystemPlatform
@@ -38,7 +39,6 @@ from kvferry.staging.accelerator import (
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.kernels import StartArray
 from kvferry.staging.sharing import MappedCopies
-from kvferry.testing.made_up_resources import MadeUpResources
 from kvferry.transport import TransferHandle, TransferReport
 from kvferry.transport.copies import Copies
 from kvferry.transport.inprocess import InProcessConnection, InProcessNetwork, InProcessTransport

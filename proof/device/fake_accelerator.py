@@ -28,9 +28,9 @@ from kvferry.staging.accelerator import (
 from kvferry.staging.gpu import GpuKernels
 from kvferry.staging.kernels import StartArray, array_at, spread
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
-from kvferry.testing.made_up_resources import MadeUpResources
 from proof.device.device import DeviceEvent, FakeDevice, FakeStream, IllegalAddressError
 from proof.device.ordering import ranges_of
+from proof.made_up_resources import MadeUpResources
 
 
 class _Numbers(DeviceArray):

@@ -30,8 +30,8 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.kernels import StartArray, array_at, spread
 from kvferry.staging.sharing import MappedCopies
-from kvferry.testing.made_up_resources import MadeUpResources
 from kvferry.transport import TransferHandle, Transport
+from proof.made_up_resources import MadeUpResources
 from proof.simulation.control_network import ControlNetwork, SimulatedConnectingEnd, SimulatedListeningEnd
 from proof.simulation.pods import SimulatedPods
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ssl
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,12 +29,13 @@ def bearing(token: str | None) -> dict[str, str]:
     return {} if token is None else {"authorization": f"Bearer {token}"}
 
 
-def bears(given: Sequence[bytes], token: str) -> bool:
+def bears(headers: Iterable[tuple[bytes, bytes]], token: str) -> bool:
     """Returns whether a request carries a token, in a time that does not depend on how much of it is right.
 
     Args:
-        given: the values of its `authorization` headers, of which there must be one.
+        headers: the request's, of which one alone must be `authorization`.
     """
+    given = [value for name, value in headers if name == b"authorization"]
     return len(given) == 1 and hmac.compare_digest(given[0], bearing(token)["authorization"].encode())
 
 

@@ -194,7 +194,8 @@ class HttpServer(ABC):
             # Imported late: processes that only use a registry need not load a web server.
             from kvferry.control.quiet_server import quiet_server
 
-            server = quiet_server(app, listener, on_up, tls=self._tls, most=self._most())
+            most = share_of(self.share, 16, most=self.most_connections)
+            server = quiet_server(app, listener, on_up, tls=self._tls, most=most)
         except BaseException:
             listener.close()
             raise
@@ -202,9 +203,6 @@ class HttpServer(ABC):
         self._server = server
         self._is_used = True
         return server, listener
-
-    def _most(self) -> int:
-        return share_of(self.share, 16, most=self.most_connections)
 
     def _listen(self) -> Listener:
         """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port."""
@@ -251,8 +249,7 @@ class _ClosesAfterStrangers:
                 message = {**message, "headers": [*kept, (b"connection", b"close")]}
             await send(message)
 
-        given = [value for name, value in scope.get("headers", ()) if name == b"authorization"]
-        await self._app(scope, receive, send if bears(given, self._token) else closing)
+        await self._app(scope, receive, send if bears(scope.get("headers", ()), self._token) else closing)
 
 
 def _url(address: tuple[str, int], *, has_tls: bool) -> str:

@@ -6,7 +6,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -71,18 +70,6 @@ _KEEP_ALIVE_S = 170.0
 _MOST_VIEWS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class _KnownView:
-    """What the registry said of an engine.
-
-    Attributes:
-        tag: with which it says whether that is still so.
-    """
-
-    tag: str
-    view: EngineView
-
-
 class RegistryClient(Registry):
     """A client of kvferry's own registry, over HTTP: what it is asked, and the errors that it raises, are `Registry`'s.
 
@@ -121,7 +108,8 @@ class RegistryClient(Registry):
         self._headers = bearing(token)
         self._lock = threading.Lock()
         self._http: httpx.Client | None = None
-        self._views: OrderedDict[str, _KnownView] = OrderedDict()  # by engine
+        # By engine: what the registry said of it, and the tag with which it says whether that is still so.
+        self._views: OrderedDict[str, tuple[EngineView, str]] = OrderedDict()
         self._granted: Answer | None = None  # the last that granted a lease
         self._is_closed = False
         self._told_to_drain: set[str] = set()  # endpoints that were registered here
@@ -154,11 +142,11 @@ class RegistryClient(Registry):
     def engine(self, name: str) -> EngineView:
         check_engine_name(name)
         known = self._views.get(name)
-        headers = {} if known is None else {"if-none-match": known.tag}
+        headers = {} if known is None else {"if-none-match": known[1]}
         answer = self.exchange("GET", f"/v1/engines/{quote(name, safe='')}", headers=headers)
         retry_s = _seconds(answer.headers.get("retry-after", ""))
         if answer.status == 304 and known is not None:
-            return msgspec.structs.replace(known.view, retry_s=retry_s)
+            return msgspec.structs.replace(known[0], retry_s=retry_s)
         if answer.status == 404:
             problem = self._problem(answer.body)
             if problem is not None and problem.error == UNKNOWN_ENGINE:
@@ -175,7 +163,7 @@ class RegistryClient(Registry):
         tag = answer.headers.get("etag")
         if tag is not None:
             with self._lock:
-                remember(self._views, name, _KnownView(tag, view), _MOST_VIEWS)
+                remember(self._views, name, (view, tag), _MOST_VIEWS)
         return msgspec.structs.replace(view, retry_s=retry_s)
 
     def engines(self) -> tuple[EngineView, ...]:

@@ -272,20 +272,16 @@ class _Times(Collector):
         self.submits = Distribution(SUBMIT_SECONDS)
 
     def collect(self) -> Iterable[Metric]:
-        transfers = HistogramMetricFamily(
-            "kvferry_transfer_seconds", "From the opening of a room to its end, of transfers that succeeded."
-        )
-        transfers.add_metric([], self.transfers.buckets(), self.transfers.sum)
-        yield transfers
+        meaning = "From the opening of a room to its end, of transfers that succeeded."
+        yield HistogramMetricFamily("kvferry_transfer_seconds", meaning, self.transfers.buckets(), self.transfers.sum)
         phases = HistogramMetricFamily(
             "kvferry_phase_seconds", "What the time of transfers went into.", labels=["phase"]
         )
         for phase, found in self.phases.items():
             phases.add_metric([phase], found.buckets(), found.sum)
         yield phases
-        submits = HistogramMetricFamily("kvferry_submit_seconds", "How long a caller was busy with handing a chunk in.")
-        submits.add_metric([], self.submits.buckets(), self.submits.sum)
-        yield submits
+        meaning = "How long a caller was busy with handing a chunk in."
+        yield HistogramMetricFamily("kvferry_submit_seconds", meaning, self.submits.buckets(), self.submits.sum)
 
 
 class _Standing(Collector):
@@ -317,10 +313,8 @@ def _of_the_endpoint(status: EndpointStatus) -> Iterable[Metric]:
 
 
 def _of_rooms(status: EndpointStatus) -> Iterable[Metric]:
-    rooms = GaugeMetricFamily("kvferry_rooms", "Rooms that are open.", labels=["state"])
-    for state in TransferState:
-        rooms.add_metric([state.value], status.states.get(state.value, 0))
-    yield rooms
+    states = [(state.value, status.states.get(state.value, 0)) for state in TransferState]
+    yield _gauges("rooms", "Rooms that are open.", "state", states)
     yield _gauge("oldest_room_seconds", "How long the oldest room has been open.", status.oldest_room_s)
     load = status.load
     yield _gauge("open_rooms", "Rooms whose transfers have not ended.", load.open_rooms)
@@ -343,19 +337,11 @@ def _of_rooms(status: EndpointStatus) -> Iterable[Metric]:
 
 
 def _of_peers(status: EndpointStatus) -> Iterable[Metric]:
-    peers = GaugeMetricFamily("kvferry_peers", "Peers on the other side.", labels=["state"])
-    ready = sum(peer.is_ready for peer in status.peers)
-    silent = status.silent_peers
-    peers.add_metric(["ready"], ready)
-    peers.add_metric(["connecting"], len(status.peers) - ready)
-    peers.add_metric(["silent"], len(silent))
-    yield peers
-    silence = GaugeMetricFamily(
-        "kvferry_peer_silent_seconds", "Peers that have missed two heartbeats, the longest silent.", labels=["peer"]
-    )
-    for peer in silent[:MOST_NAMED_PEERS]:
-        silence.add_metric([peer.name], peer.silent_s)
-    yield silence
+    ready, silent = sum(peer.is_ready for peer in status.peers), status.silent_peers
+    states = [("ready", ready), ("connecting", len(status.peers) - ready), ("silent", len(silent))]
+    yield _gauges("peers", "Peers on the other side.", "state", states)
+    named = [(peer.name, peer.silent_s) for peer in silent[:MOST_NAMED_PEERS]]
+    yield _gauges("peer_silent_seconds", "Peers that have missed two heartbeats, the longest silent.", "peer", named)
 
 
 def _of_memory(status: EndpointStatus) -> Iterable[Metric]:
@@ -366,14 +352,13 @@ def _of_memory(status: EndpointStatus) -> Iterable[Metric]:
     yield _gauge(
         "quarantined_pages", "Pages of failed transfers that a write may still touch.", status.quarantined_pages
     )
-    lost = GaugeMetricFamily(
-        "kvferry_lost_peers_in_doubt",
+    ended = [each.proof or "none" for each in status.quarantine]
+    yield _gauges(
+        "lost_peers_in_doubt",
         "Prefill ranks that were lost and may still write, by what has proved their end; none: nothing has.",
-        labels=["proof"],
+        "proof",
+        [(proof, ended.count(proof)) for proof in ("none", *(each.value for each in Proof))],
     )
-    for proof in ("none", *(each.value for each in Proof)):
-        lost.add_metric([proof], sum((each.proof or "none") == proof for each in status.quarantine))
-    yield lost
     kept_bytes = sum(each.ring_bytes for each in status.quarantine)
     yield _gauge("quarantined_staging_bytes", "Staging memory that lost prefill ranks may still write to.", kept_bytes)
     yield _gauge("quarantine_seconds", "How long the oldest of these transfers has failed.", status.quarantine_s)
@@ -381,3 +366,10 @@ def _of_memory(status: EndpointStatus) -> Iterable[Metric]:
 
 def _gauge(name: str, meaning: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"kvferry_{name}", meaning, value=value)
+
+
+def _gauges(name: str, meaning: str, label: str, values: Iterable[tuple[str, float]]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"kvferry_{name}", meaning, labels=[label])
+    for each, value in values:
+        family.add_metric([each], value)
+    return family

@@ -134,7 +134,7 @@ class ObserveServer(HttpServer):
                 "drain it",
                 403,
             )
-        if bears([value for name, value in request.headers.raw if name == b"authorization"], self._token):
+        if bears(request.headers.raw, self._token):
             return None
         return Response(
             "only those who know this endpoint's secret may drain it (KVFERRY_SECRET_FILE, KVFERRY_SECRET)",

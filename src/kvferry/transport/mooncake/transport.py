@@ -14,7 +14,6 @@ Nobody has to prove anything to it: whoever reaches its ports can write into reg
 from __future__ import annotations
 
 import importlib
-import ipaddress
 import re
 import socket
 import time
@@ -551,7 +550,7 @@ def _check_variables(host: str, advertised: str) -> None:
             "with MC_TCP_PROTO=1 Mooncake says that a write has ended before its bytes have arrived: unset it"
         )
     for address in (host, advertised):
-        if _is_ipv6(address) and "MC_USE_IPV6" not in variables:
+        if ":" in address and "MC_USE_IPV6" not in variables:
             raise TransportUnavailableError(f"Mooncake uses {address} only if MC_USE_IPV6=1 is set on every side")
 
 
@@ -564,10 +563,3 @@ def _connections_to_a_peer() -> int:
     """Returns how many TCP connections Mooncake has to each peer, at most."""
     given = environment().get("MC_TCP_LANES_PER_PEER", "")
     return int(given) if given.isdecimal() and 1 <= int(given) <= _MOST_LANES else _LANES
-
-
-def _is_ipv6(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).version == 6
-    except ValueError:
-        return False
