@@ -322,6 +322,8 @@ class ZmqConnection(Connection):
             undo.enter_context(_explained(f"cannot connect to {address!r}"))
             self.socket = configured(context, zmq.DEALER)
             undo.callback(self.socket.close, linger=0)  # ends what monitors it, too
+            # ZMQ reconnects by itself, and does not report what was in flight when the connection broke.
+            self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             self._prepare(identity_of(identity, number), credentials)
             self.socket.connect(address)
             undo.pop_all()
@@ -331,8 +333,6 @@ class ZmqConnection(Connection):
         # Links to a successor at this address may use this connection, and must not wait for it long.
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        # ZMQ reconnects by itself, and does not report what was in flight when the connection broke.
-        self.monitor: zmq.Socket[bytes] = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         if credentials is not None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, credentials.listening.public)
             self.socket.setsockopt(zmq.CURVE_PUBLICKEY, credentials.connecting.public)
