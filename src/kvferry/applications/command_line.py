@@ -18,6 +18,7 @@ from types import FrameType
 from typing import Annotated, Any, TypeAlias, TypeVar, get_type_hints
 
 import typer
+from rich.console import Console
 
 from kvferry.errors import ConfigurationError, SettingsError
 from kvferry.layout import PageOrder
@@ -28,6 +29,7 @@ TOKEN_ORDERS = (PageOrder.NHD, PageOrder.HND)
 """The orders of pages that a command can fill and read: not those that only an engine knows."""
 
 _PICTURES = (".svg", ".png", ".pdf")
+_WIDTH = 200
 
 
 def one_of(choices: Iterable[Choice], value: str, *, option: str) -> Choice:
@@ -72,6 +74,12 @@ def check_picture(picture: Path, *, option: str) -> None:
         raise SettingsError(f"{option} {picture}: there is no directory {picture.parent}")
     if find_spec("matplotlib") is None:
         raise ConfigurationError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def wide_console() -> Console:
+    """A console for tables, which keep their lines whole where there is no terminal to say how wide they may be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)

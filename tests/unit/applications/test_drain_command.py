@@ -19,8 +19,8 @@ from tests.support.statuses import WELL
 from tests.support.waiting import eventually
 from typer.testing import CliRunner, Result
 
+from kvferry.applications import drain
 from kvferry.applications.doctor import others
-from kvferry.applications.drain import run as drain
 from kvferry.applications.top import asking
 from kvferry.applications.top.asking import Sample
 from kvferry.applications.top.view import Rates, page

@@ -20,12 +20,11 @@ from kvferry.applications.bench.options import BenchArguments, BenchOptions, pre
 from kvferry.applications.bench.remote import find_prefill_side, follow
 from kvferry.applications.bench.summary import Case, all_exact, summarise
 from kvferry.applications.bench.teams import LocalTeam, Teams
-from kvferry.applications.command_line import check_picture
+from kvferry.applications.command_line import check_picture, wide_console
 from kvferry.errors import SettingsError
 from kvferry.settings import Settings
 from kvferry.transport.chosen import available_transport_class
 
-_WIDTH = 200
 _COMPARED_OTHERWISE = ("preset", "config")
 _OF_THE_LEADER = ("repetitions", "seconds", "plant_wrong_byte")
 
@@ -104,9 +103,7 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     if wants_json:
         typer.echo(report.as_json(planned[0], cases, shares_clock=place.shares_clock))
     else:
-        console = Console()
-        console = console if console.is_terminal else Console(width=_WIDTH)
-        report.show(planned[0], cases, console, shares_clock=place.shares_clock)
+        report.show(planned[0], cases, wide_console(), shares_clock=place.shares_clock)
     if picture is not None:
         from kvferry.applications.bench.drawing import draw
 

@@ -1,4 +1,4 @@
-"""Runs `kvferry drain`: tells engines and endpoints to drain, and waits until they have."""
+"""`kvferry drain`: tells engines and endpoints to leave without a failed request, and waits until they have."""
 
 from __future__ import annotations
 

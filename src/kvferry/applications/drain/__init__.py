@@ -1,1 +1,0 @@
-"""`kvferry drain`: lets engines and endpoints leave without a failed request."""
