@@ -25,7 +25,7 @@ from kvferry.applications.command_line import (
 from kvferry.applications.demo.options import DemoArguments, prepare
 from kvferry.applications.up.engine_options import DeploymentRequest
 from kvferry.errors import KVFerryError
-from kvferry.layout import PageOrder
+from kvferry.layout import Device, PageOrder
 from kvferry.settings import Settings, is_wildcard
 
 app = typer.Typer(
@@ -290,7 +290,7 @@ def doctor(
         from kvferry.applications.doctor import pairing
 
         with suppress(KeyboardInterrupt), interruptible():
-            pairing.listen(Settings(), listen, typer.echo)
+            pairing.listen(Settings(), listen, typer.echo, Device())
         return
     worst = run(where or (), peer=peer, moves_bytes=wire, wire_to=wire_to, wants_json=json, console=Console())
     if worst:

@@ -21,6 +21,7 @@ from tests.support.statuses import WELL
 from kvferry import __version__
 from kvferry.applications.doctor import configuration, machine, others, probe
 from kvferry.applications.doctor import run as doctor
+from kvferry.applications.doctor.pairing import Ready
 from kvferry.applications.doctor.probe import Measured
 from kvferry.applications.doctor.wire import wire
 from kvferry.applications.top import asking
@@ -182,7 +183,7 @@ def test_two_doctors_with_different_transports_learn_both(monkeypatch: pytest.Mo
     here = InProcessTransport(InProcessNetwork())
     monkeypatch.setattr(probe, "create_transport", lambda *_: here)
     with pytest.raises(IncompatiblePeerError, match="transport: inprocess here, pigeons there: set KVFERRY_TRANSPORT"):
-        probe.measure(probe.Target(b"", 0, 1, __version__, "pigeons", lambda _: True), Device())
+        probe.measure(Ready(__version__, b"", 0, 1, "pigeons"), lambda _: True, Device())
 
 
 def test_a_transport_that_is_not_known_is_a_finding(

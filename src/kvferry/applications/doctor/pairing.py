@@ -8,13 +8,13 @@ from contextlib import suppress
 from typing import TypeAlias
 
 import msgspec
-import numpy as np
 
 from kvferry._version import __version__
+from kvferry.applications.bench.pool import Storage, allocate
 from kvferry.applications.partner import Listener, Message, listening
 from kvferry.endpoint.construction import create_transport
 from kvferry.errors import PeerDisconnectedError
-from kvferry.layout import Device, Region
+from kvferry.layout import Device
 from kvferry.settings import Settings
 from kvferry.transport import Transport
 
@@ -36,14 +36,14 @@ class Ready(Message, frozen=True):
     Attributes:
         metadata: the transport's.
         value: that the memory is to be filled with.
-        transport: its name; "" of a kvferry that does not say it.
+        transport: its name.
     """
 
     version: str
     metadata: bytes
     address: int
     value: int
-    transport: str = ""
+    transport: str
 
 
 class Busy(Message, frozen=True):
@@ -73,20 +73,21 @@ TO_LISTENER: msgspec.msgpack.Decoder[ToListener] = msgspec.msgpack.Decoder(ToLis
 TO_WRITER: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
 
 
-def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
+def listen(settings: Settings, port: int, tell: Callable[[str], None], device: Device) -> None:
     """Lets one after the other write here, until it is interrupted.
 
     Args:
         port: to listen on; 0 takes any that is free.
-        tell: is told what happens.
+        tell: is told what happens; first the port, as the last word.
+        device: of the memory that is written to.
 
     Raises:
         KVFerryError: if the port cannot be listened on, or the transport is missing.
     """
-    memory = np.zeros(MEMORY_BYTES, np.uint8)
+    memory = allocate(MEMORY_BYTES, device)
     transport = create_transport(settings, f"kvferry-doctor-{secrets.token_hex(4)}", writes=False)
     try:
-        transport.register([Region(memory.ctypes.data, memory.nbytes)], Device())
+        transport.register([memory.region], device)
         with listening(
             settings, port, TO_LISTENER, opens=lambda said: isinstance(said, Hello), busy=Busy(), silence_s=_SILENCE_S
         ) as listener:
@@ -98,7 +99,7 @@ def listen(settings: Settings, port: int, tell: Callable[[str], None]) -> None:
 
 def _serve(
     listener: Listener[ToListener],
-    memory: np.ndarray[tuple[int], np.dtype[np.uint8]],
+    memory: Storage,
     transport: Transport,
     tell: Callable[[str], None],
 ) -> None:
@@ -109,11 +110,12 @@ def _serve(
             answer: ToWriter
             if isinstance(message, Hello):
                 value = value % 255 + 1
-                memory[:] = 0
-                answer = Ready(__version__, transport.metadata(), memory.ctypes.data, value, transport.name)
+                memory.fill(0, MEMORY_BYTES)
+                answer = Ready(__version__, transport.metadata(), memory.address, value, transport.name)
                 tell("a doctor writes")
             else:
-                answer = Seen(bool((memory[: message.num_bytes] == value).all()))
+                memory.fetch(message.num_bytes)
+                answer = Seen(bool((memory.host[: message.num_bytes] == value).all()))
                 tell("every byte is right" if answer.is_right else "not every byte is right")
             with suppress(PeerDisconnectedError):
                 listener.send(answer)

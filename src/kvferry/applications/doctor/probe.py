@@ -1,7 +1,7 @@
-"""Writes bytes into another process, and prints how fast that was.
+"""Writes bytes to a doctor that listens, and prints how fast that was.
 
-`python -m kvferry.applications.doctor.probe` writes to a process that it starts, `... probe HOST:PORT` to a doctor that
-listens, and `... probe cuda` from the first GPU's memory to memory of a process that has it, too.
+`python -m kvferry.applications.doctor.probe` writes to one that it starts in another process, `... probe HOST:PORT` to
+that one, and `... probe cuda` from the first GPU's memory to memory of a process that has it, too.
 """
 
 from __future__ import annotations
@@ -10,21 +10,32 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 
 import msgspec
 
 from kvferry._version import __version__
 from kvferry.applications.bench.options import checked_device
-from kvferry.applications.bench.pool import Storage, allocate
-from kvferry.applications.doctor.pairing import ANSWER_S, MEMORY_BYTES, TO_WRITER, Busy, Hello, Ready, Seen, Written
-from kvferry.applications.partner import calling
+from kvferry.applications.bench.pool import allocate
+from kvferry.applications.command_line import interruptible
+from kvferry.applications.doctor.pairing import (
+    ANSWER_S,
+    MEMORY_BYTES,
+    TO_WRITER,
+    Busy,
+    Hello,
+    Ready,
+    Seen,
+    ToWriter,
+    Written,
+    listen,
+)
+from kvferry.applications.partner import Caller, calling
 from kvferry.endpoint.construction import create_transport
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 from kvferry.layout import Device, Region
-from kvferry.settings import Settings
+from kvferry.settings import Settings, bracketed, is_wildcard
 from kvferry.transport import Transport
 
 _BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)
@@ -55,80 +66,38 @@ class Measured(msgspec.Struct, frozen=True):
     version: str
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where to write.
-
-    Attributes:
-        metadata: the transport's.
-        address: of the memory there.
-        value: to fill it with.
-        version: of the kvferry there.
-        transport: its name there; "" if that is not known.
-        is_right: asks, once so many bytes are written, whether all of them are there.
-    """
-
-    metadata: bytes
-    address: int
-    value: int
-    version: str
-    transport: str
-    is_right: Callable[[int], bool]
-
-
-def _filled(device: Device, value: int) -> Storage:
-    memory = allocate(MEMORY_BYTES, device)
-    memory.fill(value, MEMORY_BYTES)
-    return memory
-
-
-def _receive(pipe: Connection, device: Device) -> None:
-    memory = _filled(device, 0)
-    transport = create_transport(Settings(), "kvferry-doctor-receiver", writes=False)
-    transport.register([memory.region], device)
-    pipe.send((transport.metadata(), memory.address))
-    num_bytes = pipe.recv()
-    memory.fetch(num_bytes)
-    pipe.send(bool((memory.host[:num_bytes] == 1).all()))
-    transport.close()
+def _listen(pipe: Connection, device: Device) -> None:
+    with suppress(KeyboardInterrupt), interruptible():
+        listen(Settings(), 0, pipe.send, device)
 
 
 @contextmanager
-def _process(device: Device) -> Iterator[Target]:
+def _doctor_here(device: Device) -> Iterator[str]:
+    """A doctor that listens in a process of its own; yields its address."""
     context = multiprocessing.get_context("spawn")
     pipe, theirs = context.Pipe()
-    receiver = context.Process(target=_receive, args=(theirs, device), daemon=True)
-    receiver.start()
+    process = context.Process(target=_listen, args=(theirs, device), daemon=True)
+    process.start()
     if not pipe.poll(ANSWER_S):
         raise TimeoutError("the second process did not start")
-    metadata, address = pipe.recv()
-
-    def is_right(num_bytes: int) -> bool:
-        pipe.send(num_bytes)
-        return bool(pipe.recv())
-
-    yield Target(metadata, address, 1, __version__, "", is_right)
-    receiver.join(ANSWER_S)
+    host, port = Settings().host, pipe.recv().split()[-1]
+    yield f"{'127.0.0.1' if is_wildcard(host) else bracketed(host)}:{port}"
+    process.terminate()
+    process.join(ANSWER_S)
 
 
-@contextmanager
-def _doctor(address: str) -> Iterator[Target]:
-    with calling(Settings(), f"tcp://{address}", TO_WRITER, name="kvferry-doctor") as there:
-        try:
-            found = there.ask(Hello(__version__), ANSWER_S)
-        except PeerDisconnectedError as error:
-            raise PeerDisconnectedError(
-                f"{error}; run `kvferry doctor --listen PORT` there, with KVFERRY_HOST an address of that machine"
-            ) from error
-        if isinstance(found, Busy):
-            raise ConnectionError(f"the doctor at {address} listens to another: try again in a minute")
-        if not isinstance(found, Ready):
-            raise ConnectionError(f"the doctor at {address} answers something else: {found}")
-
-        def is_right(num_bytes: int) -> bool:
-            return there.ask(Written(num_bytes), ANSWER_S) == Seen(True)
-
-        yield Target(found.metadata, found.address, found.value, found.version, found.transport, is_right)
+def _greeted(there: Caller[ToWriter], address: str) -> Ready:
+    try:
+        found = there.ask(Hello(__version__), ANSWER_S)
+    except PeerDisconnectedError as error:
+        raise PeerDisconnectedError(
+            f"{error}; run `kvferry doctor --listen PORT` there, with KVFERRY_HOST an address of that machine"
+        ) from error
+    if isinstance(found, Busy):
+        raise ConnectionError(f"the doctor at {address} listens to another: try again in a minute")
+    if not isinstance(found, Ready):
+        raise ConnectionError(f"the doctor at {address} answers something else: {found}")
+    return found
 
 
 def _write(transport: Transport, source: Region, peer: str, address: int) -> float:
@@ -159,12 +128,20 @@ def write_bulk(write: Callable[[int], float]) -> tuple[int, float]:
     return num_bytes, min(rounds_s)
 
 
-def measure(target: Target, device: Device) -> Measured:
-    """Measures what a target's transport does."""
-    memory = _filled(device, target.value)
+def measure(target: Ready, is_right: Callable[[int], bool], device: Device) -> Measured:
+    """Measures what a transport does, from memory of a device to where a doctor listens.
+
+    Args:
+        is_right: asks the doctor, once so many bytes are written, whether all of them are there.
+
+    Raises:
+        IncompatiblePeerError: if the doctor has another transport.
+    """
+    memory = allocate(MEMORY_BYTES, device)
+    memory.fill(target.value, MEMORY_BYTES)
     source = memory.region
     transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
-    if target.transport not in ("", transport.name):
+    if target.transport != transport.name:
         raise IncompatiblePeerError(
             f"transport: {transport.name} here, {target.transport} there: set KVFERRY_TRANSPORT to the same"
         )
@@ -175,7 +152,7 @@ def measure(target: Target, device: Device) -> Measured:
     )
     small = Region(source.address, _SMALL_BYTES)
     small_s = min(_write(transport, small, peer, target.address) for _ in range(_SMALL_ROUNDS))
-    if not target.is_right(num_bytes):
+    if not is_right(num_bytes):
         raise ValueError("what arrived is not what was sent")
     transport.close()
     return Measured(num_bytes / bulk_s, small_s, target.version)
@@ -185,8 +162,11 @@ def main() -> None:
     """Measures, and prints a line of JSON."""
     where = sys.argv[1] if len(sys.argv) > 1 else ""
     device = checked_device("cuda" if where == GPU else "cpu")
-    with _process(device) if where in ("", GPU) else _doctor(where) as target:
-        measured = measure(target, device)
+    with ExitStack() as opened:
+        address = opened.enter_context(_doctor_here(device)) if where in ("", GPU) else where
+        there = opened.enter_context(calling(Settings(), f"tcp://{address}", TO_WRITER, name="kvferry-doctor"))
+        target = _greeted(there, address)
+        measured = measure(target, lambda num_bytes: there.ask(Written(num_bytes), ANSWER_S) == Seen(True), device)
     sys.stdout.write("\n" + msgspec.json.encode(measured).decode() + "\n")
 
 
