@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from types import MethodType
 from typing import Any
 
@@ -129,14 +128,14 @@ def _is_switched(told: MethodType) -> bool:
     return isinstance(told.__self__, (Metrics, Recorder))
 
 
-def prefill_main(connection: Connection, options: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-    """The process of a prefill rank."""
-    ranks.serve(connection, SwitchedRank(ranks.PrefillRank(options, coordinates)))
+def prefill_rank(options: Sequence[BenchOptions], coordinates: RankCoordinates) -> SwitchedRank:
+    """What the process of a prefill rank runs."""
+    return SwitchedRank(ranks.PrefillRank(options, coordinates))
 
 
-def decode_main(connection: Connection, options: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-    """The process of a decode rank."""
-    ranks.serve(connection, SwitchedRank(ranks.DecodeRank(options, coordinates)))
+def decode_rank(options: Sequence[BenchOptions], coordinates: RankCoordinates) -> SwitchedRank:
+    """What the process of a decode rank runs."""
+    return SwitchedRank(ranks.DecodeRank(options, coordinates))
 
 
 def planned(preset: str, tokens: int, chunks: int, passes: int) -> list[BenchOptions]:
@@ -180,8 +179,8 @@ def reading(every_s: float) -> Iterator[None]:
 def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
     """Turns in new processes, by path."""
     found: dict[str, list[Turn]] = {path: [] for path in PATHS}
-    mains = {"prefill": prefill_main, "decode": decode_main}
-    prefill, decode = (LocalTeam.started(name, options, mains) for name in mains)
+    makers = {"prefill": prefill_rank, "decode": decode_rank}
+    prefill, decode = (LocalTeam.started(name, options, makers) for name in makers)
     with prefill, decode:
         run_context = RunContext(secrets.token_hex(4), None, shares_clock=True)
         measurement = Measurement(options, 0, Teams(prefill, decode), run_context, lambda _: None)

@@ -11,7 +11,7 @@ from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import pattern
 from kvferry.applications.bench.options import BenchOptions, Model, checked_device
-from kvferry.applications.bench.pool import Pool, TorchStorage, allocate, pool_bytes
+from kvferry.applications.bench.pool import Pool, Storage, allocate, pool_bytes
 from kvferry.layout import (
     Axis,
     Component,
@@ -175,8 +175,9 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     shape = options()
     rank = shape.decode.coordinates[0]
     size = pool_bytes(shape, shape.decode, rank)
-    storage = TorchStorage(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
+    storage = Storage(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
     pool = Pool(shape, shape.decode, rank, storage)
+    assert storage.tensor is not None
     on_device = storage.tensor.numpy()
     assert storage.address == storage.tensor.data_ptr() != storage.host.ctypes.data
     assert storage.address % 4096 == 0

@@ -15,7 +15,7 @@ from kvferry.endpoint.construction import create_transport
 from kvferry.layout import Device
 from kvferry.plan.descriptors import DescriptorIndices
 from kvferry.settings import Settings
-from kvferry.transport import PeerMetadata, PreparedList
+from kvferry.transport import PeerMetadata, PreparedList, Transport
 
 BLOCK_BYTES = 128 << 10
 _FIRST_WRITE_S = 30.0
@@ -36,41 +36,27 @@ class _BulkWrite:
     blocks: tuple[PreparedList, PreparedList]
 
 
-class BulkReceiver:
-    """Where bulk writes go: the rank's own memory, which is poisoned again before it is used otherwise."""
-
-    def __init__(self, storage: Storage, rank: int, settings: Settings) -> None:
-        name = f"bench-bulk-decode-{rank}-{secrets.token_hex(8)}"
-        self._transport = create_transport(settings, name, writes=False)
-        self._transport.register([storage.region], storage.device)
-        self.metadata = self._transport.metadata()
-
-    def close(self) -> None:
-        """Gives everything back."""
-        self._transport.close()
+def bulk_transport(storage: Storage, side: str, rank: int, settings: Settings) -> Transport:
+    """What bulk writes go from or to: the rank's own memory, which is poisoned again before it is used otherwise."""
+    name = f"bench-bulk-{side}-{rank}-{secrets.token_hex(8)}"
+    transport = create_transport(settings, name, writes=side == "prefill")
+    transport.register([storage.region], storage.device)
+    return transport
 
 
 class BulkSender:
     """Writes from a rank's own memory to where its requests' bytes go: so many bytes, whichever they are."""
 
-    def __init__(
-        self,
-        storage: Storage,
-        targets: Sequence[Target],
-        rank: int,
-        settings: Settings,
-    ) -> None:
+    def __init__(self, transport: Transport, storage: Storage, targets: Sequence[Target]) -> None:
         """Connects to every receiver and prepares the writes to it.
 
         Args:
             targets: where to write, for every receiver.
-            settings: what the transport is made with.
 
         Raises:
             TimeoutError: if nothing can be written within half a minute.
         """
-        self._transport = create_transport(settings, f"bench-bulk-prefill-{rank}-{secrets.token_hex(8)}")
-        self._transport.register([storage.region], storage.device)
+        self._transport = transport
         self._device = storage.device
         self._writes: list[_BulkWrite] = []
         source = storage.address
@@ -112,10 +98,6 @@ class BulkSender:
                 raise TimeoutError(f"bulk writes were not through after {timeout_s:g} s")
             time.sleep(20e-6)
         self._transport.release(transfer)
-
-    def close(self) -> None:
-        """Gives everything back."""
-        self._transport.close()
 
     def _prepare(self, peer: str, peer_device: Device, source: int, target: int, length: int) -> _BulkWrite:
         sides = ((None, self._device.index, source), (peer, peer_device.index, target))

@@ -7,7 +7,6 @@ alone. Cases share a rank's memory, one after the other, and each uses the first
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -37,118 +36,81 @@ if TYPE_CHECKING:
     import torch
 
 
-class Storage(ABC):
+class Storage:
     """Memory that transfers read or write.
 
     Attributes:
         device: where it is.
-        address: of the first byte, aligned.
         host: its bytes as this process sees them: themselves, or a copy. See `push` and `fetch`.
+        tensor: the memory, where torch has it; `host` is a copy of it then.
+        address: of the first byte, aligned.
     """
 
-    device: Device
-    address: int
-    host: NDArray[np.uint8]
+    def __init__(self, num_bytes: int, device: Device, torch_device: str | None = None) -> None:
+        """Allocates it.
+
+        Args:
+            torch_device: what torch calls the device; None for main memory.
+        """
+        self.device = device
+        self.host = aligned_bytes(num_bytes)
+        self.tensor: torch.Tensor | None = None
+        self.address = self.host.ctypes.data
+        if torch_device is not None:
+            import torch
+
+            self._copy = torch.from_numpy(self.host)
+            whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=torch_device)
+            skipped = -whole.data_ptr() % ALIGNMENT
+            self.tensor = whole[skipped : skipped + num_bytes]
+            self.address = self.tensor.data_ptr()
 
     @property
     def region(self) -> Region:
         """All of it."""
         return Region(self.address, self.host.nbytes)
 
-    @abstractmethod
     def fill(self, value: int, num_bytes: int) -> None:
         """Overwrites so many bytes."""
+        if self.tensor is None:
+            self.host[:num_bytes].fill(value)
+        else:
+            self.tensor[:num_bytes].fill_(value)
+            self._finish()
 
-    @abstractmethod
     def push(self, num_bytes: int) -> None:
         """Makes so many bytes of the memory what `host` has."""
+        if self.tensor is not None:
+            self.tensor[:num_bytes].copy_(self._copy[:num_bytes])
+            self._finish()
 
-    @abstractmethod
     def fetch(self, num_bytes: int) -> None:
         """Makes so many bytes of `host` what the memory has."""
+        if self.tensor is not None:
+            self._copy[:num_bytes].copy_(self.tensor[:num_bytes])
+            self._finish()
 
-    @abstractmethod
     def copy_seconds(self, num_bytes: int) -> float:
         """Seconds for each byte of a copy within the memory, of so many bytes or as many as half of it has."""
-
-
-class HostStorage(Storage):
-    """Main memory."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.device = Device()
-        self.host = aligned_bytes(num_bytes)
-        self.address = self.host.ctypes.data
-
-    def fill(self, value: int, num_bytes: int) -> None:
-        self.host[:num_bytes].fill(value)
-
-    def push(self, num_bytes: int) -> None:
-        pass
-
-    def fetch(self, num_bytes: int) -> None:
-        pass
-
-    def copy_seconds(self, num_bytes: int) -> float:
-        length = min(num_bytes, len(self.host) // 2)
+        memory: Any = self.host if self.tensor is None else self.tensor
+        length = min(num_bytes, len(memory) // 2)
+        self._finish()
         started = time.perf_counter()
-        np.copyto(self.host[len(self.host) - length :], self.host[:length])
+        memory[len(memory) - length :] = memory[:length]
+        self._finish()
         return (time.perf_counter() - started) / length
 
+    def _finish(self) -> None:
+        """Waits until a GPU has done what it was told: transfers do not queue up behind it."""
+        if self.tensor is not None and self.tensor.is_cuda:
+            import torch
 
-class TorchStorage(Storage):
-    """Memory of a device that torch knows.
-
-    Attributes:
-        tensor: the memory.
-    """
-
-    def __init__(self, num_bytes: int, device: Device, torch_device: str) -> None:
-        import torch
-
-        self.device = device
-        self.host = aligned_bytes(num_bytes)
-        self._copy = torch.from_numpy(self.host)
-        whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=torch_device)
-        skipped = -whole.data_ptr() % ALIGNMENT
-        self.tensor = whole[skipped : skipped + num_bytes]
-        self.address = self.tensor.data_ptr()
-
-    def fill(self, value: int, num_bytes: int) -> None:
-        self.tensor[:num_bytes].fill_(value)
-        _finish(self.tensor)
-
-    def push(self, num_bytes: int) -> None:
-        self.tensor[:num_bytes].copy_(self._copy[:num_bytes])
-        _finish(self.tensor)
-
-    def fetch(self, num_bytes: int) -> None:
-        self._copy[:num_bytes].copy_(self.tensor[:num_bytes])
-        _finish(self.tensor)
-
-    def copy_seconds(self, num_bytes: int) -> float:
-        tensor = self.tensor
-        length = min(num_bytes, len(tensor) // 2)
-        _finish(tensor)
-        started = time.perf_counter()
-        tensor[len(tensor) - length :].copy_(tensor[:length])
-        _finish(tensor)
-        return (time.perf_counter() - started) / length
+            torch.cuda.synchronize(self.tensor.device)
 
 
 def allocate(num_bytes: int, device: Device) -> Storage:
     """Memory on a device; its first byte is aligned."""
-    if device.kind is MemoryKind.VRAM:
-        return TorchStorage(num_bytes, device, f"cuda:{device.index}")
-    return HostStorage(num_bytes)
-
-
-def _finish(tensor: torch.Tensor) -> None:
-    """Waits until a GPU has done what it was told: transfers do not queue up behind it."""
-    if tensor.is_cuda:
-        import torch
-
-        torch.cuda.synchronize(tensor.device)
+    return Storage(num_bytes, device, f"cuda:{device.index}" if device.kind is MemoryKind.VRAM else None)
 
 
 _GUARD = 8

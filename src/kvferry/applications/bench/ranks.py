@@ -13,13 +13,13 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.bench import commands, pattern
-from kvferry.applications.bench.limits import BulkReceiver, BulkSender
+from kvferry.applications.bench.limits import BulkSender, bulk_transport
 from kvferry.applications.bench.options import BY_LAYER, BenchOptions, Variant, variant_of
 from kvferry.applications.bench.pool import Pool, Storage, allocate, storage_bytes
 from kvferry.cpus import usable_cpus
@@ -29,6 +29,7 @@ from kvferry.layout import Interval, RankCoordinates
 from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
+from kvferry.transport import Transport
 
 _THREADS = Path("/proc/self/task")
 
@@ -67,7 +68,7 @@ _NOT_REFUSALS = (TransferTimeoutError, RegistryError, PeerDisconnectedError)
 
 
 class Rank(Protocol):
-    """What a process runs."""
+    """What a process runs: made there, of all cases and its place on its side."""
 
     def answer(self, command: commands.Command) -> commands.Answer:
         """Does what a command says."""
@@ -76,25 +77,13 @@ class Rank(Protocol):
         """Gives everything back."""
 
 
-def prefill_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-    """The process of a prefill rank."""
-    serve(connection, PrefillRank(planned, coordinates))
+RankMaker: TypeAlias = Callable[[Sequence[BenchOptions], RankCoordinates], Rank]
 
 
-def decode_main(connection: Connection, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-    """The process of a decode rank."""
-    serve(connection, DecodeRank(planned, coordinates))
-
-
-MAINS: Mapping[str, Callable[[Connection, Sequence[BenchOptions], RankCoordinates], None]] = MappingProxyType(
-    {"prefill": prefill_main, "decode": decode_main}
-)
-"""By the name of the side."""
-
-
-def serve(connection: Connection, rank: Rank) -> None:
-    """Answers commands until it is told to leave. Ends with the parent, whatever it is doing then."""
+def serve(connection: Connection, make: RankMaker, planned: Sequence[BenchOptions], place: RankCoordinates) -> None:
+    """A rank's process: answers commands until it is told to leave. Ends with the parent, whatever it does then."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    rank = make(planned, place)
     try:
         while not isinstance(command := commands.decode_command(connection.recv_bytes()), commands.Leave):
             connection.send_bytes(commands.encode(rank.answer(command)))
@@ -121,10 +110,11 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
         endpoints: by the variant's name.
     """
 
-    def __init__(self, planned: Sequence[BenchOptions], side_name: str, coordinates: RankCoordinates) -> None:
+    side_name: ClassVar[str]
+
+    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
         self.endpoints: dict[str, EndpointT] = {}
         self._planned = planned
-        self._side_name = side_name
         self._coordinates = coordinates
         self._resources = ExitStack()
         self._storage: Storage | None = None  # for all cases
@@ -140,11 +130,11 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
         """Begins a case, with its pool poisoned."""
         self.close()
         self._options = self._planned[case]
-        side = self._options.side(self._side_name)
+        side = self._options.side(self.side_name)
         # Threads to fill and to check with: ranks of one side do so at the same time.
         self._threads = max(1, usable_cpus() // side.tp_size)
         if self._storage is None:
-            size = storage_bytes(self._planned, self._side_name, self._coordinates)
+            size = storage_bytes(self._planned, self.side_name, self._coordinates)
             self._storage = allocate(size, self._options.device)
         self._pool = Pool(self._options, side, self._coordinates, self._storage)
 
@@ -165,6 +155,12 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
     def _open_room(self, endpoint: EndpointT, number: int, room: int) -> TransferT:
         """Opens a room for the transfer of that number."""
 
+    def _bulk_transport(self) -> Transport:
+        settings = bulk_settings(self._options)
+        transport = bulk_transport(self._pool.storage, self.side_name, self._coordinates.engine_rank, settings)
+        self._resources.callback(transport.close)
+        return transport
+
     @property
     def _num_transfers(self) -> int:
         return self._opened.passes * self._options.requests
@@ -173,11 +169,9 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
 class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
     """Sends."""
 
-    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-        super().__init__(planned, "prefill", coordinates)
+    side_name = "prefill"
 
     def answer(self, command: commands.Command) -> commands.Answer:
-        """Does what a command says."""
         match command:
             case commands.Prepare(case):
                 self._prepare(case)
@@ -191,9 +185,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             case commands.Transfer(timeout_s):
                 return self._send(timeout_s)
             case commands.Aim(targets):
-                settings = bulk_settings(self._options)
-                self._bulk = BulkSender(self._pool.storage, targets, self._coordinates.engine_rank, settings)
-                self._resources.callback(self._bulk.close)
+                self._bulk = BulkSender(self._bulk_transport(), self._pool.storage, targets)
                 return commands.Done()
             case commands.Bulk(is_in_blocks, timeout_s):
                 return self._bulk.write(is_in_blocks, timeout_s)
@@ -312,11 +304,9 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
 class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
     """Receives."""
 
-    def __init__(self, planned: Sequence[BenchOptions], coordinates: RankCoordinates) -> None:
-        super().__init__(planned, "decode", coordinates)
+    side_name = "decode"
 
     def answer(self, command: commands.Command) -> commands.Answer:
-        """Does what a command says."""
         match command:
             case commands.Prepare(case):
                 self._prepare(case)
@@ -334,10 +324,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
                 passes = self._opened.passes
                 return commands.Found(pattern.check(self._pool, self._options, passes=passes, threads=self._threads))
             case commands.Listen():
-                settings = bulk_settings(self._options)
-                self._bulk = BulkReceiver(self._pool.storage, self._coordinates.engine_rank, settings)
-                self._resources.callback(self._bulk.close)
-                return commands.Listening(self._bulk.metadata)
+                return commands.Listening(self._bulk_transport().metadata())
             case commands.CopyMemory(num_bytes):
                 return commands.Copied(self._pool.storage.copy_seconds(num_bytes))
         raise TypeError(f"a decode rank does not know {command}")
@@ -392,6 +379,10 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
             cpu_s=time.process_time() - cpu_before,
             interpreter_s=taken_since(interpreter_before),
         )
+
+
+RANKS: Mapping[str, RankMaker] = MappingProxyType({"prefill": PrefillRank, "decode": DecodeRank})
+"""By the name of the side."""
 
 
 def _wait_until(moment: float) -> None:

@@ -104,21 +104,21 @@ class LocalTeam:
 
     @staticmethod
     def started(
-        name: str, planned: Sequence[BenchOptions], mains: Mapping[str, Callable[..., None]] = ranks.MAINS
+        name: str, planned: Sequence[BenchOptions], makers: Mapping[str, ranks.RankMaker] = ranks.RANKS
     ) -> LocalTeam:
         """The ranks of the side of that name, for all cases, which divide it alike.
 
         Args:
-            mains: what their processes run, by the name of the side.
+            makers: what their processes run, by the name of the side.
         """
         side = planned[0].side(name)
         team = LocalTeam(name, side.tp_size)
         context = _context()
-        main = mains[name]
         try:
             for coordinates in side.coordinates:
                 ours, theirs = context.Pipe()
-                process = context.Process(target=main, args=(theirs, planned, coordinates), daemon=True)
+                given = (theirs, makers[name], planned, coordinates)
+                process = context.Process(target=ranks.serve, args=given, daemon=True)
                 process.start()
                 theirs.close()
                 team._children.append(_Child(process, ours))
