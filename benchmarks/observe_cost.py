@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import statistics
 import threading
 import time
@@ -27,7 +26,7 @@ import msgspec
 import numpy as np
 
 from kvferry.applications.bench import commands, ranks
-from kvferry.applications.bench.measure import Measurement, Run, RunContext
+from kvferry.applications.bench.measure import Measurement, Place, Run
 from kvferry.applications.bench.options import BenchArguments, BenchOptions, prepare
 from kvferry.applications.bench.teams import LocalTeam, Teams
 from kvferry.layout import RankCoordinates
@@ -182,8 +181,8 @@ def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
     makers = {"prefill": prefill_rank, "decode": decode_rank}
     prefill, decode = (LocalTeam.started(name, options, makers) for name in makers)
     with prefill, decode:
-        run_context = RunContext(secrets.token_hex(4), None, shares_clock=True)
-        measurement = Measurement(options, 0, Teams(prefill, decode), run_context, lambda _: None)
+        place = Place("both", None, shares_clock=True)
+        measurement = Measurement(options, 0, Teams(prefill, decode), place, lambda _: None)
         measurement.start()
         for number in range(-1, turns):
             for path in PATHS:

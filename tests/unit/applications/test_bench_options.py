@@ -10,12 +10,13 @@ from typing import Any, get_type_hints
 import pytest
 
 from kvferry.applications.bench import memory
+from kvferry.applications.bench.measure import Place
 from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchArguments, BenchOptions, prepare, preset_model
 from kvferry.applications.bench.pattern import Checked
 from kvferry.applications.bench.pool import Pool, allocate, block_bytes, pool_bytes, storage_bytes
 from kvferry.applications.bench.ranks import bulk_settings
 from kvferry.applications.bench.report import case_data
-from kvferry.applications.bench.run import Place, agreed, checked_place, run
+from kvferry.applications.bench.run import agreed, checked_place, run
 from kvferry.applications.bench.summary import Case
 from kvferry.cpus import usable_cpus
 from kvferry.errors import ConfigurationError, ModelError, SettingsError, TransportUnavailableError

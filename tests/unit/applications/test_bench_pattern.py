@@ -10,7 +10,7 @@ import pytest
 from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import pattern
-from kvferry.applications.bench.options import BenchOptions, Model, checked_device
+from kvferry.applications.bench.options import BenchOptions, checked_device
 from kvferry.applications.bench.pool import Pool, Storage, allocate, pool_bytes
 from kvferry.layout import (
     Axis,
@@ -21,6 +21,7 @@ from kvferry.layout import (
     default_group,
     state_component,
 )
+from kvferry.models import ModelCache
 from kvferry.pools.pool import POISON
 
 
@@ -127,7 +128,7 @@ def test_states_and_windows_and_odd_widths_are_checked():
         ShardedComponent(component=component, layers=(0, 1), tp_axis=axis)
         for component, axis in ((state, "channel"), (window, None))
     )
-    shape = replace(options(), model=Model("odd", 2, components))
+    shape = replace(options(), model=ModelCache(name="odd", num_layers=2, components=components))
     pool = written(shape)
     checked = pattern.check(pool, shape)
     assert checked.wrong_bytes == 0

@@ -14,7 +14,7 @@ import pytest
 from tests.unit.applications.test_bench_options import ARGUMENTS, options
 
 from kvferry.applications.bench import commands
-from kvferry.applications.bench.measure import Measured, Measurement, RunContext
+from kvferry.applications.bench.measure import Measured, Measurement, Place
 from kvferry.applications.bench.options import BenchOptions, prepare
 from kvferry.applications.bench.pattern import Checked
 from kvferry.applications.bench.remote import difference
@@ -177,8 +177,8 @@ class Ranks:
 
 def measured(ranks: Ranks, shape: BenchOptions) -> tuple[Measured, list[commands.Command], list[commands.Command]]:
     with scripted(ranks.prefill, ranks.decode) as (prefill, decode, teams):
-        run_context = RunContext("run", None, shares_clock=True)
-        result = Measurement([shape], 0, teams, run_context, lambda _: None).measure()
+        place = Place("both", None, shares_clock=True)
+        result = Measurement([shape], 0, teams, place, lambda _: None).measure()
         return result, [command for _, command in prefill.told], [command for _, command in decode.told]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,18 +19,23 @@ _SLOWEST_BYTES_PER_S = 20e6
 
 
 @dataclass(frozen=True, slots=True)
-class RunContext:
-    """Where a run takes place.
+class Place:
+    """What runs on this machine.
 
     Attributes:
-        name: no other run at the same registry has it.
-        registry_url: None has a rank run the registry.
-        shares_clock: whether times of both sides can be compared.
+        role: "both" sides, or "prefill" or "decode" alone.
+        registry_url: where the registry answers; None has the benchmark run one.
+        shares_clock: whether the other side runs on this machine, too.
     """
 
-    name: str
+    role: str
     registry_url: str | None
     shares_clock: bool
+
+    @property
+    def side_names(self) -> tuple[str, ...]:
+        """The sides that run here."""
+        return ("prefill", "decode") if self.role == "both" else (self.role,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +108,7 @@ class Measurement:
         planned: Sequence[BenchOptions],
         case: int,
         teams: Teams,
-        run_context: RunContext,
+        place: Place,
         on_progress: Callable[[str], None],
     ) -> None:
         """Takes what is to be measured; `measure` does it.
@@ -113,7 +119,7 @@ class Measurement:
         self._options = planned[case]
         self._case = case
         self._teams = teams
-        self._run_context = run_context
+        self._place = place
         self._on_progress = on_progress
         self._next_room = 0
         self._step_s = _STEP_S + needed_bytes(self._options) * self._options.passes / _SLOWEST_BYTES_PER_S
@@ -155,13 +161,12 @@ class Measurement:
         Raises:
             BenchError: if a process fails, dies or takes too long.
         """
-        teams, run_context = self._teams, self._run_context
+        teams, run = self._teams, secrets.token_hex(4)
         self._on_progress(f"{self._options.name}: filling memory")
         teams.ask(teams.all_ranks, commands.Prepare(self._case), commands.Done, self._step_s)
         self._on_progress(f"{self._options.name}: connecting")
         first, *others = teams.prefill_ranks
-        run = f"{run_context.name}-{self._case}"
-        command = commands.Start(run_context.registry_url, run, self._able)
+        command = commands.Start(self._place.registry_url, run, self._able)
         (hosting,) = teams.ask([first], command, commands.Started, self._step_s)
         self._refused |= hosting.refused
         for members in (others, teams.decode_ranks):
@@ -241,7 +246,7 @@ class Measurement:
             sent,
             received,
             in_flight=options.at_a_time,
-            asked_at=None if self._run_context.shares_clock else asked_at,
+            asked_at=None if self._place.shares_clock else asked_at,
         )
         self._request_bytes = result.num_bytes // transfers
         return result, (sent, received)

@@ -23,7 +23,7 @@ from kvferry.layout import (
     attention_components,
     default_group,
 )
-from kvferry.models import read_model_cache
+from kvferry.models import ModelCache, read_model_cache
 from kvferry.settings import Settings
 from kvferry.transport.chosen import transport_class
 
@@ -103,24 +103,15 @@ class BenchArguments(Workload, Shape):
     ] = None
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A model's cache in numbers."""
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType(
+PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
-        "small": Preset(num_layers=4, num_kv_heads=4, head_dim=64),
-        "qwen3-8b": Preset(num_layers=36, num_kv_heads=8, head_dim=128),
-        "qwen3-32b": Preset(num_layers=64, num_kv_heads=8, head_dim=128),
-        "llama-3.1-70b": Preset(num_layers=80, num_kv_heads=8, head_dim=128),
+        "small": {"num_layers": 4, "num_kv_heads": 4, "head_dim": 64},
+        "qwen3-8b": {"num_layers": 36, "num_kv_heads": 8, "head_dim": 128},
+        "qwen3-32b": {"num_layers": 64, "num_kv_heads": 8, "head_dim": 128},
+        "llama-3.1-70b": {"num_layers": 80, "num_kv_heads": 8, "head_dim": 128},
     }
 )
+"""Models' caches in numbers, all of bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,23 +165,6 @@ def variant_of(name: str) -> Variant:
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
-    """What is cached: every layer in one pipeline stage."""
-
-    name: str
-    num_layers: int
-    components: tuple[ShardedComponent, ...]
-
-    @property
-    def groups(self) -> dict[str, tuple[ShardedComponent, ...]]:
-        """The components whose pools share page numbers, by group."""
-        groups: dict[str, list[ShardedComponent]] = {}
-        for sharded in self.components:
-            groups.setdefault(default_group(sharded.component), []).append(sharded)
-        return {name: tuple(members) for name, members in groups.items()}
-
-
-@dataclass(frozen=True, slots=True)
 class Side:
     """How one side's engine is divided, and what its pages look like."""
 
@@ -210,6 +184,7 @@ class BenchOptions(Workload):
     """One shape to be measured: everything that a rank's process needs to know.
 
     Attributes:
+        model: what is cached, every layer in one pipeline stage.
         variants: names of those that are measured.
         device: where the pools lie.
         is_scattered: whether a request's pages lie in random order, as in a pool in use, or side by side.
@@ -218,7 +193,7 @@ class BenchOptions(Workload):
         nixl_threads: threads that share a large direct write.
     """
 
-    model: Model
+    model: ModelCache
     prefill: Side
     decode: Side
     variants: tuple[str, ...]
@@ -232,6 +207,15 @@ class BenchOptions(Workload):
     def sides(self) -> tuple[Side, Side]:
         """Prefill and decode."""
         return self.prefill, self.decode
+
+    @property
+    def groups(self) -> dict[str, tuple[ShardedComponent, ...]]:
+        """The components whose pools share page numbers, by group."""
+        groups: dict[str, tuple[ShardedComponent, ...]] = {}
+        for sharded in self.model.components:
+            group = default_group(sharded.component)
+            groups[group] = (*groups.get(group, ()), sharded)
+        return groups
 
     @property
     def at_a_time(self) -> int:
@@ -320,7 +304,7 @@ def prepare(arguments: BenchArguments) -> list[BenchOptions]:
     ]
 
 
-def preset_model(name: str) -> Model:
+def preset_model(name: str) -> ModelCache:
     """The model of a preset.
 
     Raises:
@@ -328,25 +312,17 @@ def preset_model(name: str) -> Model:
     """
     if name not in PRESETS:
         raise SettingsError(f"--preset {name!r}: it is one of {', '.join(PRESETS)}; or give a model's --config")
-    preset = PRESETS[name]
-    components = attention_components(
-        num_layers=preset.num_layers,
-        num_kv_heads=preset.num_kv_heads,
-        head_dim=preset.head_dim,
-        dtype=preset.dtype,
+    num_layers = PRESETS[name]["num_layers"]
+    components = attention_components(**PRESETS[name], dtype="bfloat16")
+    sharded = (
+        ShardedComponent(component=component, layers=tuple(range(num_layers)), tp_axis="head")
+        for component in components
     )
-    layers = tuple(range(preset.num_layers))
-    return Model(
-        name=name,
-        num_layers=preset.num_layers,
-        components=tuple(
-            ShardedComponent(component=component, layers=layers, tp_axis="head") for component in components
-        ),
-    )
+    return ModelCache(name=name, num_layers=num_layers, components=tuple(sharded))
 
 
-def configured_model(config: Path) -> Model:
-    """The model of a config.json or of a description by hand, without draft layers.
+def configured_model(config: Path) -> ModelCache:
+    """The model of a config.json or of a description by hand; draft layers are not moved.
 
     Raises:
         ModelError: if it cannot be read.
@@ -359,7 +335,7 @@ def configured_model(config: Path) -> Model:
                 f"--config {config}: {sharded.component.name!r} has packed pages, which kvferry bench does not make: "
                 "describe its tokens"
             )
-    return Model(cache.name, cache.num_layers, cache.components)
+    return cache
 
 
 def parse_numbers(text: str, *, option: str) -> tuple[int, ...]:

@@ -160,7 +160,7 @@ def _num_pages(options: BenchOptions, extent: Extent) -> int:
 
 def _virtual_layout(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> RankLayout:
     """A rank's layout, in memory that nobody has allocated."""
-    groups = options.model.groups.items()
+    groups = options.groups.items()
     pools = VirtualPools(
         page_tokens=side.page_tokens,
         num_pages={name: _num_pages(options, extent_of(options, side, members)) for name, members in groups},
@@ -217,7 +217,7 @@ class Pool(pools.Pool):
         layout = placed(_virtual_layout(options, side, coordinates), storage.address)
         super().__init__(layout, coordinates, blocks=[Block(storage.address, self.host)])
         self.poison()
-        self.extents = {name: extent_of(options, side, members) for name, members in options.model.groups.items()}
+        self.extents = {name: extent_of(options, side, members) for name, members in options.groups.items()}
         self._numbers = {
             name: _page_numbers(options, extent, seed=(len(side.name), coordinates.engine_rank, index))
             for index, (name, extent) in enumerate(self.extents.items())

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,7 @@ from rich.console import Console
 
 from kvferry._version import __version__
 from kvferry.applications.bench import report
-from kvferry.applications.bench.measure import Measurement, RunContext
+from kvferry.applications.bench.measure import Measurement, Place
 from kvferry.applications.bench.memory import available_bytes, available_gpu_bytes, check_fits
 from kvferry.applications.bench.options import BenchArguments, BenchOptions, prepare
 from kvferry.applications.bench.remote import find_prefill_side, follow
@@ -27,26 +26,6 @@ from kvferry.transport.chosen import available_transport_class
 
 _COMPARED_OTHERWISE = ("preset", "config")
 _OF_THE_LEADER = ("repetitions", "seconds", "plant_wrong_byte")
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """What runs on this machine.
-
-    Attributes:
-        role: "both" sides, or "prefill" or "decode" alone.
-        registry_url: where the registry answers; None has the benchmark run one.
-        shares_clock: whether the other side runs on this machine, too.
-    """
-
-    role: str
-    registry_url: str | None
-    shares_clock: bool
-
-    @property
-    def side_names(self) -> tuple[str, ...]:
-        """The sides that run here."""
-        return ("prefill", "decode") if self.role == "both" else (self.role,)
 
 
 def checked_place(role: str, registry_url: str | None, *, one_clock: bool = False) -> Place:
@@ -124,12 +103,11 @@ def measure(
     Raises:
         KVFerryError: if the other side is not there or was told something else, or a process fails.
     """
-    run_context = RunContext(secrets.token_hex(4), place.registry_url, shares_clock=place.shares_clock)
     cases: list[Case] = []
 
     def measure_all(teams: Teams) -> bool:
         for case in range(len(planned)):
-            cases.extend(summarise(Measurement(planned, case, teams, run_context, on_progress).measure()))
+            cases.extend(summarise(Measurement(planned, case, teams, place, on_progress).measure()))
         return all_exact(cases)
 
     if place.role == "both":
