@@ -1,4 +1,4 @@
-"""Writes bytes to a doctor that listens, and prints how fast that was.
+"""Writes bytes to a doctor that listens, and says how fast that was, and which way they took.
 
 `python -m kvferry.applications.doctor.probe` writes to one that it starts in another process, `... probe HOST:PORT` to
 that one, and `... probe cuda` from the first GPU's memory to memory of a process that has it, too.
@@ -7,9 +7,10 @@ that one, and `... probe cuda` from the first GPU's memory to memory of a proces
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 
@@ -34,9 +35,10 @@ from kvferry.applications.doctor.pairing import (
 from kvferry.applications.partner import Caller, calling
 from kvferry.endpoint.construction import create_transport
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
-from kvferry.layout import Device, Region
+from kvferry.findings import Finding, error, good, warning
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.settings import Settings, bracketed, is_wildcard
-from kvferry.transport import Transport
+from kvferry.transport import Diagnosis, Transport
 
 _BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)
 """Sizes of a large write. A wire that takes long for one of them is not given a larger one."""
@@ -50,6 +52,9 @@ _ROUNDS = 5
 _ROUNDS_S = 3.0
 """No round is begun after that: on a wire that is slow one tells enough."""
 _SMALL_ROUNDS = 50
+
+_LONGEST_S = 60.0
+_SLOW_BYTES_PER_S = 0.5e9
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -156,6 +161,67 @@ def measure(target: Ready, is_right: Callable[[int], bool], device: Device) -> M
         raise ValueError("what arrived is not what was sent")
     transport.close()
     return Measured(num_bytes / bulk_s, small_s, target.version)
+
+
+def wire(
+    environment: Mapping[str, str],
+    transport: Diagnosis,
+    address: str | None = None,
+    kind: MemoryKind = MemoryKind.DRAM,
+) -> Iterator[Finding]:
+    """Writes bytes into another process, as endpoints with these settings would.
+
+    Args:
+        environment: of this process; the one that writes gets it, too.
+        transport: of the transport that these settings choose.
+        address: host and port of a doctor that listens on another machine; None has a process of this one receive.
+        kind: of the memory on both sides; of the first GPU's only where no address is given.
+    """
+    where = "two processes here" if address is None else f"here and {address}"
+    if kind is MemoryKind.VRAM:
+        where += ", in a GPU's memory"
+    target = [GPU] if kind is MemoryKind.VRAM else [] if address is None else [address]
+    command = [sys.executable, "-m", "kvferry.applications.doctor.probe", *target]
+    try:
+        run = subprocess.run(  # noqa: S603 - this interpreter, and a module of ours
+            command,
+            env={**environment, **transport.says_more},
+            capture_output=True,
+            text=True,
+            timeout=_LONGEST_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield error("wire", f"nothing moved between {where} within {_LONGEST_S:g} s", transport.remedy)
+        return
+    measured = _measured(run.stdout)
+    if measured is None:
+        last = (run.stderr or run.stdout).strip().rpartition("\n")[2]
+        yield error("wire", f"nothing could be exchanged between {where}: {last}", transport.remedy)
+        return
+    way = transport.way_taken(run.stdout + run.stderr, is_local=address is None, kind=kind)
+    speed = f"{measured.bytes_per_s / 1e9:.1f} GB/s in bulk, {measured.latency_s * 1e6:.0f} us for 4 KiB"
+    yield good("wire", f"between {where}: {speed}" + (f"; {way.what}" if way.what else ""))
+    if measured.version != __version__:
+        yield warning("wire", f"{address} has kvferry {measured.version}, this is {__version__}", "install the same")
+    yield from way.problems
+    if measured.bytes_per_s < _SLOW_BYTES_PER_S:
+        yield warning(
+            "wire",
+            f"{measured.bytes_per_s / 1e9:.2f} GB/s is slow",
+            "is the machine busy? kvferry bench says"
+            if address is None
+            else "what does the network between them carry?",
+        )
+
+
+def _measured(said: str) -> Measured | None:
+    """What the probe has printed, wherever the library printed something as well."""
+    for line in said.splitlines():
+        if line.startswith("{"):
+            with suppress(msgspec.MsgspecError):
+                return msgspec.json.decode(line, type=Measured)
+    return None
 
 
 def main() -> None:

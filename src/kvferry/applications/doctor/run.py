@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.applications.doctor import configuration, machine, others
-from kvferry.applications.doctor.wire import wire
+from kvferry.applications.doctor.probe import wire
 from kvferry.applications.top.asking import addresses, present
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, Severity, error

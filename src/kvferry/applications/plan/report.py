@@ -8,6 +8,8 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -225,34 +227,31 @@ def _measures(study: Study) -> Iterator[tuple[str, Callable[[Pair], int]]]:
 
 
 def _matrix(study: Study, title: str, measure: Callable[[Pair], int]) -> Table:
-    table = Table(title=title)
-    values = {(pair.source, pair.receiver): measure(pair) for pair in study.pairs}
-    receivers = sorted(study.decode.layouts)[:SHOWN_RANKS]
-    sources = sorted(study.prefill.layouts)[:SHOWN_RANKS]
-    hidden = len(study.decode.layouts) - len(receivers)
-    table.add_column("prefill \\ decode")
-    for receiver in receivers:
-        table.add_column(_rank(study.decode, receiver), justify="right")
-    if hidden:
-        table.add_column(f"{hidden} more", justify="right")
-    table.add_column("sent", justify="right")
-    for source in sources:
-        row = [values.get((source, receiver), 0) for receiver in receivers]
-        whole = sum(value for (sender, _), value in values.items() if sender == source)
-        rest = [_cell(whole - sum(row))] if hidden else []
-        table.add_row(_rank(study.prefill, source), *map(_cell, row), *rest, _cell(whole), end_section=False)
-    if len(study.prefill.layouts) > len(sources):
-        columns = [sum(values.get((source, to), 0) for source in study.prefill.layouts) for to in receivers]
-        shown = [sum(values.get((source, to), 0) for source in sources) for to in receivers]
-        left = [column - part for column, part in zip(columns, shown, strict=True)]
-        beyond = sum(value for (source, _), value in values.items() if source not in sources)
-        rest = [_cell(beyond - sum(left))] if hidden else []
-        table.add_row(f"{len(study.prefill.layouts) - len(sources)} more", *map(_cell, left), *rest, _cell(beyond))
-    received = [sum(values.get((source, to), 0) for source in study.prefill.layouts) for to in receivers]
-    rest = [_cell(sum(values.values()) - sum(received))] if hidden else []
+    values = np.zeros((len(study.prefill.layouts), len(study.decode.layouts)), np.int64)
+    for pair in study.pairs:
+        values[pair.source, pair.receiver] = measure(pair)
+    values = _summed_up(_summed_up(values).T).T
+    values = np.column_stack((values, values.sum(axis=1)))
+    table = Table("prefill \\ decode", title=title)
+    for name in (*_names(study.decode), "sent"):
+        table.add_column(name, justify="right")
+    for name, row in zip(_names(study.prefill), values.tolist(), strict=True):
+        table.add_row(name, *map(_cell, row))
     table.add_section()
-    table.add_row("received", *map(_cell, received), *rest, _cell(sum(values.values())))
+    table.add_row("received", *map(_cell, values.sum(axis=0).tolist()))
     return table
+
+
+def _names(side: Side) -> list[str]:
+    """The ranks that are shown, and how many are summed up in the last row or column."""
+    ranks = [_rank(side, rank) for rank in sorted(side.layouts)]
+    hidden = len(ranks) - SHOWN_RANKS
+    return [*ranks[:SHOWN_RANKS], f"{hidden} more"] if hidden > 0 else ranks
+
+
+def _summed_up(values: NDArray[Any]) -> NDArray[Any]:
+    """The rows of ranks that are shown, and the sum of all others where there are any."""
+    return np.add.reduceat(values, np.arange(min(len(values), SHOWN_RANKS + 1)))
 
 
 def _rank(side: Side, rank: int) -> str:
@@ -329,16 +328,9 @@ def _writers(study: Study) -> Table:
     table.add_column("prefill rank")
     table.add_column(f"bytes in room {room}", justify="right")
     table.add_column(f"share over {BALANCED_ROOMS} rooms", justify="right")
-    for rank, (num_bytes, share) in enumerate(zip(balance.this_room, balance.shares, strict=True)):
-        if rank < SHOWN_RANKS:
-            table.add_row(_rank(study.prefill, rank), f"{num_bytes:,}", f"{share:.1%}")
-    if len(balance.shares) > SHOWN_RANKS:
-        hidden = slice(SHOWN_RANKS, None)
-        table.add_row(
-            f"{len(balance.shares) - SHOWN_RANKS} more",
-            f"{sum(balance.this_room[hidden]):,}",
-            f"{sum(balance.shares[hidden]):.1%}",
-        )
+    columns = (_summed_up(np.array(each)).tolist() for each in (balance.this_room, balance.shares))
+    for name, num_bytes, share in zip(_names(study.prefill), *columns, strict=True):
+        table.add_row(name, f"{num_bytes:,}", f"{share:.1%}")
     table.add_section()
     shares = balance.shares
     table.add_row(
