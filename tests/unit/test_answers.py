@@ -12,8 +12,7 @@ from rich.console import Console
 from tests.support.http_answers import answering, http_answer, nested_gzip
 
 from kvferry.answers import Answer, request
-from kvferry.applications.top.asking import ask_once
-from kvferry.applications.top.recording import record
+from kvferry.applications.top.asking import ask_once, record
 from kvferry.control.kubernetes.client import KubernetesClient
 from kvferry.errors import OrchestratorError
 

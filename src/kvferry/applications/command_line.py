@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import signal
+import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
@@ -80,6 +81,17 @@ def wide_console() -> Console:
     """A console for tables, which keep their lines whole where there is no terminal to say how wide they may be."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def why_not_listening(host: str, port: int) -> OSError | None:
+    """Why nobody can listen on a port of an address, 0 for any; None if one can."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as problem:
+            return problem
+    return None
 
 
 _STOPPING = (signal.SIGINT, signal.SIGTERM)

@@ -358,7 +358,7 @@ def trace(
     as a whole. Endpoints of several machines are put on one time line by their clocks. The exit code is 0 only if all
     endpoints answered.
     """
-    from kvferry.applications.top.recording import record
+    from kvferry.applications.top.asking import record
 
     if not record(where, seconds=seconds, output=output, console=Console()):
         raise typer.Exit(FAILED)

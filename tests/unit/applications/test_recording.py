@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tests.support.http import Served
 from tests.support.statuses import WELL
 
-from kvferry.applications.top.recording import record
+from kvferry.applications.top.asking import record
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.server import serve
 from kvferry.observe.tracing import Recorder, Span

@@ -66,15 +66,15 @@ class Team(Speaker, Protocol):
 
 def begin_to_import() -> threading.Thread:
     """Begins to import what ranks need, which may take many seconds; once the thread has ended, teams start at once."""
-    thread = threading.Thread(target=_import, name="kvferry-bench-import", daemon=True)
+
+    def run_nothing() -> None:
+        process = _context().Process(target=int, daemon=True)
+        process.start()
+        process.join()
+
+    thread = threading.Thread(target=run_nothing, name="kvferry-bench-import", daemon=True)
     thread.start()
     return thread
-
-
-def _import() -> None:
-    process = _context().Process(target=_nothing, daemon=True)
-    process.start()
-    process.join()
 
 
 def _context() -> ForkServerContext:
@@ -82,10 +82,6 @@ def _context() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     return context
-
-
-def _nothing() -> None:
-    """What a process does that is started only to have the fork server ready."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,27 +183,15 @@ class Member:
         return f"{self.team.name} rank {self.rank}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Teams:
     """Both sides' ranks, asked together."""
 
-    prefill: Team
-    decode: Team
-
-    @property
-    def prefill_ranks(self) -> tuple[Member, ...]:
-        """Its members."""
-        return tuple(Member(self.prefill, rank) for rank in range(self.prefill.size))
-
-    @property
-    def decode_ranks(self) -> tuple[Member, ...]:
-        """Its members."""
-        return tuple(Member(self.decode, rank) for rank in range(self.decode.size))
-
-    @property
-    def all_ranks(self) -> tuple[Member, ...]:
-        """Those of both sides."""
-        return self.prefill_ranks + self.decode_ranks
+    def __init__(self, prefill: Team, decode: Team) -> None:
+        self._teams = prefill, decode
+        self.prefill_ranks, self.decode_ranks = (
+            [Member(team, rank) for rank in range(team.size)] for team in self._teams
+        )
+        self.all_ranks = self.prefill_ranks + self.decode_ranks
 
     def ask(
         self,
@@ -249,7 +233,7 @@ class Teams:
             if left_s <= 0:
                 names = ", ".join(f"{team} rank {rank}" for team, rank in waiting)
                 raise BenchError(f"no answer within {timeout_s:g} s from {names}")
-            for team, rank, said in listen((self.prefill, self.decode), left_s):
+            for team, rank, said in listen(self._teams, left_s):
                 answer = commands.decode_answer(said)
                 if isinstance(answer, commands.Crashed):
                     self._listen_for_a_death()
@@ -263,7 +247,7 @@ class Teams:
         """Waits a moment for word that a rank is gone, and raises that."""
         deadline = time.monotonic() + _CAUSE_S
         while (left_s := deadline - time.monotonic()) > 0:
-            listen((self.prefill, self.decode), left_s)
+            listen(self._teams, left_s)
 
 
 def listen(speakers: Sequence[AnySpeaker], timeout_s: float) -> list[tuple[AnySpeaker, int, bytes]]:

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Iterator, Mapping
 
 from kvferry.addresses import default_address, with_found_address
+from kvferry.applications.command_line import why_not_listening
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.settings import ObserveSettings
@@ -95,7 +96,7 @@ def _is_ours(host: str) -> Iterator[Finding]:
             f"peers are told {host}, which is {', '.join(found)} here: other machines would reach themselves",
             "advertise an address of a network that peers are on: KVFERRY_ADVERTISE_HOST",
         )
-    elif any(_can_bind(each) for each in found):
+    elif any(why_not_listening(each, 0) is None for each in found):
         yield good("addresses", f"peers are told {host} ({', '.join(each + _on(each) for each in found)})")
     else:
         yield warning(
@@ -110,16 +111,6 @@ def _on(address: str) -> str:
     return f" on {interface}" if interface else ""
 
 
-def _can_bind(address: str) -> bool:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as probe:
-        try:
-            probe.bind((address, 0))
-        except OSError:
-            return False
-    return True
-
-
 def _ports(settings: Settings) -> Iterator[tuple[str, str, int]]:
     yield "KVFERRY_CONTROL_PORT", settings.host, settings.control_port
     if settings.registry_url is None:
@@ -132,15 +123,10 @@ def _ports(settings: Settings) -> Iterator[tuple[str, str, int]]:
 def _port(what: str, host: str, port: int) -> Finding:
     if not port:
         return good("ports", f"{what} is 0: any free one")
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as problem:
-            return warning(
-                "ports",
-                f"{what}: {host}:{port} cannot be listened on: {problem.strerror}",
-                "right if an endpoint or a registry is running there already; otherwise choose another",
-            )
+    if problem := why_not_listening(host, port):
+        return warning(
+            "ports",
+            f"{what}: {host}:{port} cannot be listened on: {problem.strerror}",
+            "right if an endpoint or a registry is running there already; otherwise choose another",
+        )
     return good("ports", f"{what}: {host}:{port} is free")

@@ -1,4 +1,4 @@
-"""Asks endpoints where they stand."""
+"""Asks endpoints where they stand, and what they do for a while."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import httpx
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.markup import escape
 
 from kvferry._version import __version__
 from kvferry.answers import request
 from kvferry.errors import ConfigurationError
 from kvferry.observe.server import PORTS
 from kvferry.observe.status import EndpointStatus
+from kvferry.observe.tracing import Window, chrome_trace
 
 _ANSWER_S = 2.0
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
+_LONGER_S = 10.0
+_LARGEST_TRACE_BYTES = 1024 * 1024 * 1024
+_LONGEST_REASON = 200  # whoever answers may be anybody
 _MOST_PORTS = 256
 _ADDRESS = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _STATUS = msgspec.json.Decoder(EndpointStatus)
@@ -164,3 +172,46 @@ def _sent_bytes(text: str) -> float:
     """Of a metrics page, over all paths."""
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return sum(sample.value for sample in samples if sample.name == "kvferry_sent_bytes_total")
+
+
+def record(given: Sequence[str], *, seconds: float, output: Path, console: Console) -> bool:
+    """Records at all endpoints at the same time; writes what they have done, and says how much that is.
+
+    Returns:
+        Whether all of them answered.
+
+    Raises:
+        ConfigurationError: if an address makes no sense.
+    """
+    targets = addresses(given)
+    with ThreadPoolExecutor(len(targets)) as threads:
+        answers = list(threads.map(partial(_recorded, seconds=seconds), targets))
+    windows = [answer for answer in answers if isinstance(answer, Window)]
+    for target, answer in zip(targets, answers, strict=True):
+        if isinstance(answer, str):
+            console.print(f"[red]{target}[/] {escape(answer)}", highlight=False)
+        elif answer.left_out:
+            console.print(f"{target} had no space for {answer.left_out:,} more: record for a shorter time")
+    spans = sum(len(window.spans) for window in windows)
+    output.write_bytes(msgspec.json.encode(chrome_trace(windows)))
+    console.print(
+        f"{spans:,} pieces of work at {len(windows)} endpoints in {output}: open it at ui.perfetto.dev",
+        highlight=False,
+    )
+    if not spans:
+        console.print("Nothing ended within that time: are requests on their way?")
+    return len(windows) == len(targets)
+
+
+def _recorded(address: str, *, seconds: float) -> Window | str:
+    try:
+        with httpx.Client(timeout=seconds + _LONGER_S, trust_env=False) as client:
+            url = f"http://{address}/trace?seconds={seconds}"
+            answer = request(client, url, most_bytes=_LARGEST_TRACE_BYTES, timeout_s=_LONGER_S)
+        if answer.status != 200:
+            return f"refuses: {answer.body.decode(errors='replace')[:_LONGEST_REASON]} ({answer.status})"
+        return msgspec.json.decode(answer.body, type=Window)
+    except httpx.HTTPError as error:
+        return f"does not answer: {error}"
+    except msgspec.MsgspecError as error:
+        return f"answers something else: {error}"

@@ -137,7 +137,7 @@ class Front:
     async def _models(self, request: Request) -> Response:
         server = self._decode.choose(set())
         if server is None:
-            return _problem(503, self._decode.shortage("decode"))
+            return _failed(503, self._decode.shortage("decode")).response()
         answer = await self._client.get(f"{server.url}/v1/models", headers=_headers(request))
         return Response(answer.content, answer.status_code, media_type=answer.headers.get("content-type"))
 
@@ -149,11 +149,11 @@ class Front:
         except ValueError:
             body = None
         if not isinstance(body, dict):
-            return _problem(400, "the body must be a JSON object")
+            return _failed(400, "the body must be a JSON object").response()
         try:
             bodies = self._dialect.requests(body)
         except UsageError as error:
-            return _problem(400, str(error))
+            return _failed(400, str(error)).response()
         answering = asyncio.create_task(self._answer(request, bodies))
         leaving = asyncio.create_task(_client_left(request))
         try:
@@ -356,13 +356,6 @@ def _headers(request: Request) -> dict[str, str]:
     return {name: request.headers[name] for name in _PASSED_ON if name in request.headers}
 
 
-def _problem(status: int, message: str) -> Response:
-    return JSONResponse(_error(status, message), status_code=status)
-
-
 def _failed(status: int, message: str) -> Whole:
-    return Whole(json.dumps(_error(status, message)).encode(), status, "application/json")
-
-
-def _error(status: int, message: str) -> dict[str, Any]:
-    return {"error": {"message": message, "type": "kvferry", "code": status}}
+    error = {"error": {"message": message, "type": "kvferry", "code": status}}
+    return Whole(json.dumps(error).encode(), status, "application/json")

@@ -18,6 +18,7 @@ from typing import NoReturn
 
 import httpx
 
+from kvferry.applications.command_line import why_not_listening
 from kvferry.applications.up.plan import Program
 from kvferry.errors import ConfigurationError, KVFerryError
 
@@ -51,12 +52,8 @@ def refuse_taken(host: str, port: int) -> None:
     Raises:
         ConfigurationError: if it is taken.
     """
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigurationError(f"{host}:{port} cannot be listened on: {error}; choose another --port") from error
+    if error := why_not_listening(host, port):
+        raise ConfigurationError(f"{host}:{port} cannot be listened on: {error}; choose another --port") from error
 
 
 class Supervisor:

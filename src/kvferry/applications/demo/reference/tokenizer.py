@@ -12,8 +12,6 @@ from kvferry.errors import ConfigurationError, ModelError
 
 START_TOKEN = 256
 END_TOKEN = 257
-PADDING_TOKEN = 258
-UNKNOWN_TOKEN = 259
 NUM_BYTE_TOKENS = 260
 """Ids of the byte-level vocabulary: 256 bytes, then start, end, padding and unknown."""
 
