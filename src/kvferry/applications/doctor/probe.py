@@ -71,6 +71,9 @@ class Measured(msgspec.Struct, frozen=True):
     version: str
 
 
+_MEASURED = msgspec.json.Decoder(Measured)
+
+
 def _listen(pipe: Connection, device: Device) -> None:
     with suppress(KeyboardInterrupt), interruptible():
         listen(Settings(), 0, pipe.send, device)
@@ -220,7 +223,7 @@ def _measured(said: str) -> Measured | None:
     for line in said.splitlines():
         if line.startswith("{"):
             with suppress(msgspec.MsgspecError):
-                return msgspec.json.decode(line, type=Measured)
+                return _MEASURED.decode(line)
     return None
 
 

@@ -31,6 +31,7 @@ _LONGEST_REASON = 200  # whoever answers may be anybody
 _MOST_PORTS = 256
 _ADDRESS = re.compile(r"(?:(?P<host>\[[^\]]+\]|[^:\[\]]*):)?(?P<first>\d{1,5})(?:-(?P<last>\d{1,5}))?")
 _STATUS = msgspec.json.Decoder(EndpointStatus)
+_WINDOW = msgspec.json.Decoder(Window)
 
 
 IS_IT_STARTED = "is the endpoint started, with KVFERRY_OBSERVE_PORT, and does KVFERRY_OBSERVE_HOST let you in?"
@@ -210,7 +211,7 @@ def _recorded(address: str, *, seconds: float) -> Window | str:
             answer = request(client, url, most_bytes=_LARGEST_TRACE_BYTES, timeout_s=_LONGER_S)
         if answer.status != 200:
             return f"refuses: {answer.body.decode(errors='replace')[:_LONGEST_REASON]} ({answer.status})"
-        return msgspec.json.decode(answer.body, type=Window)
+        return _WINDOW.decode(answer.body)
     except httpx.HTTPError as error:
         return f"does not answer: {error}"
     except msgspec.MsgspecError as error:
