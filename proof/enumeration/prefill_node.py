@@ -22,7 +22,6 @@ from kvferry.plan.requests.page_numbers import PageNumbers
 from kvferry.protocol.transfer.events import (
     AbortRequested,
     ChunkSubmitted,
-    FinishSent,
     ReceiverLost,
     ReceiverOpened,
     SendDrained,
@@ -356,12 +355,12 @@ class PrefillNode:
             error = PeerDisconnectedError("not connected any more")
             self._refused.append(WriteFailed(name, command.sequence, error))
 
-    def notify(self, command: SendFinish) -> None:
+    def notify(self, command: SendFinish) -> Exception | None:
         finished = messages.WriterFinished(
             room=ROOM, generation=command.generation, writer=self._number, chunks=command.chunks, aux=command.aux
         )
         self._out.append(("notify", number_of(command.receiver), codec.encode(finished)))
-        self._apply(FinishSent(command.receiver))
+        return None
 
     def tell_failed(self, command: SendFailed) -> None:
         self._failed(command.receiver, command.generation, command.error)

@@ -812,6 +812,33 @@ def test_a_start_that_is_newer_than_its_link_is_looked_up_and_serves(engines: Ca
         lost.wait(WAIT_S)
 
 
+def test_a_start_that_registers_while_the_one_before_is_looked_up_serves(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both, name = engines(), new_engine_name("restarted")
+    first, decode = both.prefill(Model(), name=name, instance="first"), both.decode(Model()).endpoints[0]
+    is_asked, goes_on, right = threading.Event(), threading.Event(), RegistryClient.engine
+
+    def engine(client: RegistryClient, engine_name: str) -> Any:
+        view = right(client, engine_name)
+        is_asked.set()
+        goes_on.wait(WAIT_S)
+        return view
+
+    monkeypatch.setattr(RegistryClient, "engine", engine)
+    lost = decode.open(1, np.arange(3), engine=name, instance="first")
+    assert is_asked.wait(WAIT_S)
+    go_on = freeze(first, 0)
+    second = both.prefill(Model(), name=name, instance="second").endpoints[0]
+    receiver = decode.open(2, np.arange(3), engine=name, instance="second")
+    goes_on.set()
+    second.open(2).submit(np.arange(3), last=True)
+    receiver.wait(WAIT_S)
+    go_on.set()
+    with pytest.raises(TransferFailedError, match=r"\(first\) has gone: registered is second"):
+        lost.wait(WAIT_S)
+
+
 def test_many_rooms_of_a_start_that_has_gone_cost_few_look_ups(
     engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
 ):

@@ -263,8 +263,8 @@ class Links:
             link.registrations = view.group(link.key.dp_rank)
             self.refusals.link_looked_up(link)
             for room in list(self.rooms_of.get(link, ())):
-                if (gone := why_gone(link, room.instance)) is not None:
-                    room.apply(ConnectFailed(gone), now)
+                if why_gone(link, room.instance) is not None:  # or it came after this was asked, and its start with it
+                    self.look_up_again(link.key, partial(self._judge, room, link))
         if isinstance(problem, RegistryAccessError | EngineEndedError):  # asking again would not help
             self.fail(link, problem, now)
         elif problem is not None:
@@ -287,6 +287,13 @@ class Links:
                 )
             if view is not None and not link.is_given_up:
                 self._greet(link, view.registrations, now)
+
+    def _judge(self, room: ReceivingRoom, link: Link, view: EngineView | None, now: float) -> None:
+        """Fails a room that waits for its link if the start that it names has gone."""
+        if view is not None:
+            self.replace(link.key, view, room.instance, now)
+        if room.waits_for_link and (gone := why_gone(link, room.instance)) is not None:
+            room.apply(ConnectFailed(gone), now)
 
     def _watch(self) -> None:
         """Has links that wait looked up again as soon as the registry tells of a change, if it is one that does."""

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.events import (
     AwaitTurn,
+    FinishSent,
     ReceiverMessage,
     SendDrained,
     SenderCommand,
@@ -37,8 +38,8 @@ class RoomPort(Protocol[WorkerT]):
     def write(self, command: Write, worker: WorkerT) -> None:
         """Begins a write: `WriteDone` or `WriteFailed` follows."""
 
-    def notify(self, command: SendFinish) -> None:
-        """Tells a receiver that all is written: `FinishSent` follows."""
+    def notify(self, command: SendFinish) -> Exception | None:
+        """Tells a receiver that all is written; returns why it cannot, if so."""
 
     def tell_failed(self, command: SendFailed) -> None:
         """Tells a decode rank that the room cannot be completed."""
@@ -92,22 +93,25 @@ class SendingRoom(Generic[WorkerT]):
         commands = self.machine.handle(event, now)
         if self.all_open_at is None and self.machine.state not in (TransferState.BOOTSTRAPPING, TransferState.FAILED):
             self.all_open_at = now
-        for command in commands:
-            self._execute(command, worker)
+        notified = [answer for command in commands if (answer := self._execute(command, worker)) is not None]
+        for answer in notified:
+            self.apply(answer, worker)
 
-    def _execute(self, command: SenderCommand, worker: WorkerT) -> None:
+    def _execute(self, command: SenderCommand, worker: WorkerT) -> FinishSent | None:
+        """Executes a command; returns what came of it, where that is known at once."""
         match command:
             case Write():
                 self.port.write(command, worker)
             case AwaitTurn():
                 self.port.post(TurnCame())
             case SendFinish():
-                self.port.notify(command)
+                return FinishSent(command.receiver, self.port.notify(command))
             case SendFailed():
                 self.port.tell_failed(command)
             case SendDrained(receiver, generation):
                 is_another_use = self.generations.get(receiver) != generation
                 self.port.tell_drained(command, is_another_use=is_another_use)
+        return None
 
     def takes(self, receiver: str, message: messages.OpenRoom) -> bool:
         """Whether an open request is for this transfer, which counts it in. One for the next of this number is kept.

@@ -26,7 +26,6 @@ from kvferry.protocol.transfer.events import (
     AbortRequested,
     Broke,
     ChunkSubmitted,
-    FinishSent,
     ReceiverMessage,
     ReceiverOpened,
     SendDrained,
@@ -370,7 +369,7 @@ class RoomActor(Actor):
     def pass_on(self, receiver: str, message: RoomMessage) -> None:
         self._rooms.pass_on(receiver, message)
 
-    def notify(self, command: SendFinish) -> None:
+    def notify(self, command: SendFinish) -> Exception | None:
         message = messages.WriterFinished(
             room=self.room,
             generation=command.generation,
@@ -381,9 +380,8 @@ class RoomActor(Actor):
         try:
             self._context.transport.notify(command.receiver, self._context.encoded(command.receiver, message))
         except Exception as error:
-            self.post(FinishSent(command.receiver, error))
-        else:
-            self.post(FinishSent(command.receiver))
+            return error
+        return None
 
     # ---- what its caller sees -----------------------------------------------------------------------------------
 
