@@ -43,6 +43,7 @@ def identity(**changes: Any) -> Any:
             revision=None,
             download_dir=None,
             load_format="auto",
+            weight_cache_mode="off",
             quantization=None,
             quantization_param_path=None,
         ),
@@ -67,6 +68,15 @@ def test_weights_that_were_taken_from_a_running_server_are_not_those_of_the_file
     files, one, other = (identity(given__load_format=each).weights for each in ("auto", *["remote_instance"] * 2))
     assert len({files, one, other}) == 3
     assert "a running server's" in one
+
+
+def test_weights_that_were_taken_from_a_daemon_are_not_those_of_the_files():
+    """It compares paths alone: the files there may be others since it has read them."""
+    modes = ("off", "daemon", "client", "client")  # with "daemon" the server starts one, which ends with it
+    files, own, one, other = (identity(given__weight_cache_mode=each).weights for each in modes)
+    assert files == own
+    assert len({files, one, other}) == 3
+    assert "--weight-cache-mode off" in one
 
 
 def test_a_server_says_what_its_caches_are():

@@ -390,6 +390,7 @@ _REQUEST: tuple[Line, ...] = (
         ("model_path", "revision"),
         "files are read again at the revision that the server was started with",
     ),
+    Fields("sglang.srt.arg_groups.fields.model:Model", ("weight_cache_mode",), "whether weights are a daemon's"),
     *(
         Fields(
             f"{_MANAGERS}.io_struct:{request}", ("selector",), "a draft model's weights are told from the model's by it"

@@ -32,9 +32,10 @@ def cache_identity(
     """
     text = model.hf_text_config
     cache_dtype = args.kv_cache_dtype_str
+    load_format = "ipc_cache" if given.weight_cache_mode == "client" else given.load_format  # so SGLang calls it inside
     return CacheIdentity(
         engine=f"SGLang {version}",
-        weights=weights_of(given.model_path, given.revision, given.load_format, model.hf_config, given.download_dir),
+        weights=weights_of(given.model_path, given.revision, load_format, model.hf_config, given.download_dir),
         architecture=", ".join(model.hf_config.architectures or ()) or NONE,
         cache_dtype=f"{model.dtype}".removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         scales=_scales(cache_dtype, given.quantization_param_path),
@@ -54,6 +55,9 @@ def weights_of(path: str, revision: str | None, load_format: str, config: Any, c
         return f"none: --load-format dummy, for {path}"
     if load_format == "remote_instance":
         return f"a running server's, which may have replaced its own: update them here, too ({secrets.token_hex(4)})"
+    if load_format == "ipc_cache":
+        why = "which may have read other files at their path before: start with --weight-cache-mode off"
+        return f"a weight cache daemon's, {why} ({secrets.token_hex(4)})"
     commit = getattr(config, "_commit_hash", None)
     return _identified(path, revision, cache, commit or revision)
 
