@@ -106,6 +106,14 @@ def given(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return given
 
 
+@pytest.fixture(autouse=True)
+def embedded(monkeypatch: pytest.MonkeyPatch) -> dict[int, str]:
+    """What images were embedded to, by their digests, as SGLang keeps it."""
+    kept: dict[int, str] = {}
+    monkeypatch.setitem(sys.modules, "sglang.srt.managers.mm_schedule", SimpleNamespace(embedding_cache=kept))
+    return kept
+
+
 def test_a_server_that_is_updated_from_files_says_what_one_says_that_starts_with_them():
     server = Server()
     server.from_disk("/new", weight_version="7")
@@ -479,6 +487,32 @@ def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_f
         each.flush()
     assert one.said != other.said
     assert "start the server again" in one.said
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda server, **more: server.from_disk("/new", **more),
+        lambda server, **more: server.update(weight_version="7", **more),
+        lambda server, **more: server.pieces("7", **more),
+    ],
+    ids=["from files", "at once", "piece by piece"],
+)
+def test_images_are_embedded_anew(embedded: dict[int, str], update: Callable[..., None], flushes: bool):
+    """No flush of SGLang's drops what it has of them, which would go into caches of the new weights' name."""
+    embedded[1] = "by the weights before"
+    update(Server(), flushes=flushes)
+    assert not embedded
+
+
+def test_images_that_were_embedded_half_way_are_embedded_anew(embedded: dict[int, str]):
+    server = Server()
+    server.begin()
+    server.update(weight_version="7", selector="all")
+    embedded[1] = "by some of the weights before"
+    server.end()
+    assert not embedded
 
 
 def test_a_store_that_is_attached_after_an_update_may_have_what_those_before_have_computed():

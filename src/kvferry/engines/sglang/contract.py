@@ -412,6 +412,12 @@ _REQUEST: tuple[Line, ...] = (
     Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
     Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
     Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
+    Mentions(
+        f"{_MANAGERS}.mm_schedule:init_mm_embedding_cache",
+        ("embedding_cache", "MultiModalStaticCache"),
+        "images are embedded anew after an update",
+    ),
+    Signature("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", "self", "likewise"),
     Signature(where(hooks.WEIGHTS_CHECKED), "self, recv_req", "our hook on it hears that weights are drawn by chance"),
     Mentions(
         "sglang.srt.utils.weight_checker:WeightChecker.handle",

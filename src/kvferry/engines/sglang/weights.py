@@ -269,6 +269,10 @@ def after_naming(_: Any, scheduler: Any, request: Any) -> None:
 
 def _look_at_cache(weights: Weights, updater: Any) -> None:
     """Looks whether requests may find what was computed before an update, or will: whoever runs leaves it behind."""
+    from sglang.srt.managers.mm_schedule import embedding_cache
+
+    if embedding_cache is not None:
+        embedding_cache.clear()  # SGLang has what images were embedded to by their digests alone, and flushes none
     scheduler = updater.scheduler
     cache = scheduler.tree_cache
     weights.were_replaced = True
