@@ -472,7 +472,7 @@ def test_what_a_session_holds_is_found_again_whatever_the_prefix_cache_has(disab
     assert server.said == without.said
 
 
-@pytest.mark.parametrize("store", ["storage", "LMCache", "linker"])
+@pytest.mark.parametrize("store", ["storage", "LMCache", "linker", "decode offload"])
 def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_flushed(store: str):
     """SGLang's flush leaves it, and would send what it finds there under the new weights' name."""
     one, other = Server(), Server()
@@ -481,6 +481,9 @@ def test_what_is_stored_below_the_prefix_cache_is_of_those_before_though_it_is_f
             each.scheduler.tree_cache.enable_storage = True
         elif store == "linker":
             each.scheduler.tree_cache.linker = object()
+        elif store == "decode offload":
+            each.scheduler.disable_radix_cache = True
+            each.scheduler.decode_offload_manager = object()
         else:
             each.scheduler.enable_lmcache = True
         each.update(weight_version="7")

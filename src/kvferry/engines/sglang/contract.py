@@ -441,6 +441,7 @@ _REQUEST: tuple[Line, ...] = (
         ("linker",),
         "whether there is a store that a flush leaves is asked of it",
     ),
+    Mentions(f"{_MANAGERS}.scheduler:Scheduler.__init__", ("decode_offload_manager",), "likewise"),
     Signature(
         "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.session_records",
         "self",

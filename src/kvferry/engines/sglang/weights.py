@@ -277,7 +277,9 @@ def _look_at_cache(weights: Weights, updater: Any) -> None:
     cache = scheduler.tree_cache
     weights.were_replaced = True
     has_linker = getattr(cache, "linker", None) is not None
-    if has_linker or getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False):
+    offloads = getattr(scheduler, "decode_offload_manager", None) is not None  # into a store that prefill servers read
+    stores = getattr(cache, "enable_storage", False) or getattr(scheduler, "enable_lmcache", False)
+    if has_linker or offloads or stores:
         weights.store_stays()
     cached = cache.evictable_size() + cache.protected_size()
     if getattr(cache, "cache_controller", None) is not None:
