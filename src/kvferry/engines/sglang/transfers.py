@@ -38,8 +38,8 @@ POLLS: Mapping[TransferState, int] = {
 }
 """What SGLang calls the states of a transfer."""
 
-ROOMS = range(2**63)
-"""The numbers that a room can have."""
+ROOMS = range(1, 2**63)
+"""The numbers that a room can have: SGLang waits for a first token that has come until its row has another than 0."""
 
 _OTHERS_HEAR_S = 0.2
 """By when the other ranks of a group have heard of a failure, too; machines with fewer cores than ranks included."""
@@ -178,7 +178,7 @@ def is_paged(kind: StateType) -> bool:
 def why_not_its_own(room: int | None) -> str:
     """Says why a request fails that cannot have its number: no room has that, or another request does."""
     if room not in ROOMS:
-        return f"bootstrap_room {room} is no room's number: a gateway must give each request one from 0 to 2**63 - 1"
+        return f"bootstrap_room {room} is no room's number: a gateway must give each request one from 1 to 2**63 - 1"
     return f"room {room} is in use here by another request: a gateway must give each request a number of its own"
 
 
