@@ -216,18 +216,24 @@ class RegistryClient(Registry):
         import httpx
 
         self._process.check(f"the client of the registry at {self._url}")
-        with self._lock:
-            if self._is_closed:
-                raise UsageError(f"the client of the registry at {self._url} was closed")
-            if self._http is None:
-                self._http = httpx.Client(
-                    timeout=self._timeout_s,
-                    trust_env=False,
-                    headers=self._headers,
-                    verify=self._verify,
-                    limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
-                )
-            return self._http
+        made = None
+        if self._http is None:
+            made = httpx.Client(
+                timeout=self._timeout_s,
+                trust_env=False,
+                headers=self._headers,
+                verify=self._verify,
+                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
+            )
+        with self._lock:  # for a moment: whoever closes this must not wait until a client is made
+            if self._http is None and not self._is_closed:
+                self._http, made = made, None
+            http, is_closed = self._http, self._is_closed
+        if made is not None:
+            made.close()
+        if http is None or is_closed:
+            raise UsageError(f"the client of the registry at {self._url} was closed")
+        return http
 
     def exchange(self, method: str, path: str, **arguments: Any) -> Answer:
         """Makes a request; returns the answer, whatever it is."""

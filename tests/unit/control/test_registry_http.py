@@ -593,6 +593,26 @@ class TestClient:
             assert client.url == shared_server.url
             assert client.engines() == ()
 
+    def test_a_client_is_closed_while_another_thread_makes_its_connections(self, monkeypatch: pytest.MonkeyPatch):
+        begun, goes_on, right = threading.Event(), threading.Event(), httpx.Client
+
+        def slow(**given: Any) -> httpx.Client:
+            begun.set()
+            assert goes_on.wait(PATIENCE_S)
+            return right(**given)
+
+        monkeypatch.setattr(httpx, "Client", slow)
+        client = RegistryClient("http://127.0.0.1:1")
+        with ThreadPoolExecutor(2) as threads:
+            loads = threads.submit(client.load)
+            assert begun.wait(PATIENCE_S)
+            try:
+                threads.submit(client.close).result(PATIENCE_S)
+            finally:
+                goes_on.set()
+            with pytest.raises(UsageError, match="was closed"):
+                loads.result(PATIENCE_S)
+
     def test_a_closed_client_says_so(self, client: RegistryClient):
         client.health()
         client.close()
