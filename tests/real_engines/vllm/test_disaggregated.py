@@ -383,9 +383,13 @@ def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: En
     assert pair.free_blocks() == free
     changed = [prefill, decode, engines.alone().started()]
     other = write("qwen3", tmp_path / "other", seed=12)
+    running, before = prompts(56, 1, shortest=300), counted(kept, "stored")
+    prefill.submit("running", running[0], 400)
+    eventually("a request that runs is in host memory", lambda: counted(kept, "stored") > before)
     for engine in changed:
         engine.ask("rpc", "reload_weights", {"weights_path": str(other)})
-    check(engines, pair, first, "with other weights")
+    assert prefill.output("running").reason == "length"
+    check(engines, pair, [*first, *running], "with other weights")
     for engine in changed:
         engine.ask("rpc", "reload_weights", {"weights_path": str(write("qwen3", tmp_path / "as before"))})
 

@@ -277,6 +277,16 @@ def test_what_it_has_in_files_vllm_leaves_there(given: Any):
     assert given.weights.text.startswith("unknown ")
 
 
+def test_what_it_stores_anew_after_a_reset_of_a_running_request_is_found_by_nobody(given: Any):
+    """vLLM's stores all of it once more, and hashes no block twice."""
+    keys, running = ["hash of running"], given.requests["running"]
+    state = SimpleNamespace(group_states=(SimpleNamespace(offload_keys=keys),))
+    given.beside.connector_scheduler._req_status = {"running": state}
+    replace(given, 2)
+    keys += running.block_hashes[len(keys) :]
+    assert keys == running.block_hashes != ["hash of running"]
+
+
 def test_what_old_weights_made_of_an_image_is_dropped(given: Any):
     """Keys and values are computed from it, and would be sent as those of the new ones."""
     replace(given, 2)

@@ -9,7 +9,7 @@ computed it. Requests that go on with what they have, as vLLM lets them, share n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -62,6 +62,13 @@ class _Beside:
         except Exception as error:  # whatever it is; vLLM's own asserts that no step is being scheduled
             log.debug("%s was not reset: %s: %s", self.name, type(error).__name__, error)
             return False
+
+    def forget_names(self) -> None:
+        """Has it name anew what requests have: once it is reset, vLLM's own stores all of that again, by old hashes."""
+        known: Mapping[str, Any] = getattr(getattr(self._connector, "connector_scheduler", None), "_req_status", {})
+        for request in known.values():
+            for group in request.group_states:
+                group.offload_keys.clear()
 
     @property
     def _keeps_more(self) -> bool:
@@ -301,6 +308,8 @@ class Changes:
         for request in requests:
             if request.request_id in self._requests and any(map(len, self._tables(request.request_id))):
                 _share_nothing(request)
+        for each in self._beside:
+            each.forget_names()
 
     def _reset_others(self) -> None:
         """Has others drop what they keep. As long as one may not have, nothing is exchanged."""
