@@ -283,6 +283,13 @@ class _Engine:
     def sleep(self) -> None:
         self.engine.sleep()
 
+    def pause(self) -> None:
+        """Has nothing scheduled until `resume`, as servers are asked to before an update of the weights."""
+        self.engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=False)
+
+    def resume(self) -> None:
+        self.engine.engine_core.engine_core.resume_scheduler()
+
     def restore_caches(self) -> None:
         """What vLLM 0.33 asks of connectors where it sleeps and wakes up."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group

@@ -107,3 +107,22 @@ def test_what_the_queue_of_a_dead_server_waited_for_is_given_back(engines: Engin
     pair.prefill.wait_idle()
     assert pair.prefill.ask("free_blocks") == free[0]
     assert pair.prefill.ask("failures", "vllm:kvferry_failed_sends")["expiry"] == 1
+
+
+def test_a_prefill_server_that_is_paused_does_not_wait_for_the_queue_of_one_that_is_paused_too(engines: Engines):
+    """A pause is over once vLLM keeps nothing, and whoever asks for it waits until then."""
+    pair = connected(Pair(engines.prefill("prefill"), engines.decode("decode")))
+    free, (prompt,) = pair.free_blocks(), prompts(6, 1, shortest=600, longest=600)
+    own = keep_busy(pair.decode, 4)
+    begun_at = time.monotonic()
+    pair.decode.submit("queued", prompt, 8, computed(pair.prefill, "queued", prompt))
+    eventually("it is held for longer", lambda: time.monotonic() - begun_at > 1.5 * HOLD_S)
+    assert pair.prefill.ask("free_blocks") == free[0] - 19
+    for engine in (pair.decode, pair.prefill):
+        engine.ask("pause")
+    pair.prefill.wait_idle()
+    for engine in (pair.decode, pair.prefill):
+        engine.ask("resume")
+    assert pair.decode.output("queued").reason == "error"
+    assert all(len(pair.decode.output(name).tokens) == LONG for name in own)
+    assert pair.free_blocks() == free

@@ -107,6 +107,7 @@ def core_class() -> Any:
                 get_kv_connector=lambda: connector,
                 finished_recving_kv_req_ids={"waiting", "of another adapter"},
                 encoder_cache_manager=EncoderCacheManager(),
+                pause_state=0,
                 ec_connector=None,
             )
             self.model_executor.sums = sums
@@ -570,6 +571,14 @@ def test_what_one_request_has_computed_proves_nothing_of_what_the_next_one_loads
     following.num_output_tokens = 1
     given.changes.ended(following)
     assert "LoRA adapter 'a' was replaced" in given.side.outdated[0][1]
+
+
+def test_a_pause_is_seen_as_long_as_it_lasts(given: Any):
+    assert not given.changes.is_paused
+    given.core.add_request(given.requests["waiting"])
+    for state in (0, 1, 2, 0):
+        given.core.scheduler.pause_state = state
+        assert given.changes.is_paused == bool(state)
 
 
 def test_a_reset_ends_what_is_on_its_way_and_leaves_what_runs(given: Any):

@@ -44,3 +44,18 @@ def test_nothing_is_given_up_where_nothing_is_missing_or_nobody_waits():
     held.asked(9)
     held.served()
     assert held.to_give_up(0) == []
+
+
+def test_a_pause_waits_for_each_for_a_while_and_then_for_none():
+    time = [0.0]
+    held = HeldRequests(10.0, lambda: time[0])
+    for second in range(2):
+        time[0] = float(second)
+        held.add(str(second), 4)
+    assert held.to_give_up(9, is_paused=True) == []
+    time[0] = 10.0
+    assert held.to_give_up(9) == []
+    assert held.to_give_up(9, is_paused=True) == ["0"]
+    time[0] = 11.0
+    assert held.to_give_up(9, is_paused=True) == ["1"]
+    assert held.to_give_up(9, is_paused=True) == []

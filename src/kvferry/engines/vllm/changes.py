@@ -104,6 +104,7 @@ class Changes:
         self._pool: _BlockPool | None = None
         self._beside: list[_Beside] = []
         self._encoded: EncoderOutputs | None = None
+        self._scheduler: Any = None  # vLLM's
         self._is_updating = False  # whether an update of the weights has begun and not ended
         self._arrived: set[str] = set()  # vLLM's own: those whose caches have come, and that have not gone on yet
         self.adapters.replaced = self._adapter_replaced
@@ -125,8 +126,14 @@ class Changes:
     def serves(self, core: Any) -> None:
         """Takes vLLM's core, whose scheduler this is. Once is enough."""
         if self._encoded is None:
+            self._scheduler = core.scheduler
             self._arrived = core.scheduler.finished_recving_kv_req_ids
             self._encoded = EncoderOutputs(core.scheduler, core.model_executor)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether vLLM was asked for a pause, which is over for whoever asked once nothing is held."""
+        return self._scheduler is not None and bool(self._scheduler.pause_state)
 
     def between_steps(self) -> None:
         """Drops what connectors beside ours keep from before, where they could not do so in the middle of a step."""

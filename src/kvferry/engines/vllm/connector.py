@@ -332,7 +332,9 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Returns what the workers get with this step."""
         self._changes.scheduled()
         step = self._scheduler_side.take_step(
-            scheduler_output.num_scheduled_tokens, scheduler_output.preempted_req_ids or ()
+            scheduler_output.num_scheduled_tokens,
+            scheduler_output.preempted_req_ids or (),
+            is_paused=self._changes.is_paused,
         )
         return KVFerryMetadata(step)
 

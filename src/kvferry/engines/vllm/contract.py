@@ -359,6 +359,8 @@ def _changes() -> Iterator[Line]:
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
     yield Mentions("vllm.v1.executor.abstract:Executor.__init__", ("sleeping_tags",), asleep)
     yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
+    yield Attributes(_SCHEDULER, ("pause_state",), "a pause waits for nobody who is paused as well")
+    yield Members("vllm.v1.core.sched.interface:PauseState", {"UNPAUSED": 0}, "ours asks whether it is paused")
     yield Mentions(f"{_SCHEDULER}._handle_blocked_waiting_request", ("finished_recving_kv_req_ids",), needed_for)
     yield Call("vllm.v1.executor.abstract:Executor.collective_rpc", 2, (), "workers are asked for their weights")
     yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")

@@ -1,7 +1,8 @@
 """Requests that a prefill engine has computed, and holds until decode engines have fetched them.
 
 Each is held for a while in any case. Beyond that it is held as long as a request waits for it on a decode engine, which
-the endpoints see to, and as long as vLLM has other blocks to give: a queue that is long costs nothing else.
+the endpoints see to, and as long as vLLM has other blocks to give, and is not paused: a queue that is long costs
+nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 
 @dataclass(slots=True)
@@ -49,18 +51,20 @@ class HeldRequests:
         """Takes that it has got them."""
         self._unserved_blocks = 0
 
-    def to_give_up(self, free_blocks: int) -> list[str]:
-        """Returns those to be given up for a request that has got no blocks in a step, each once.
+    def to_give_up(self, free_blocks: int, *, is_paused: bool = False) -> list[str]:
+        """Returns those to be given up for a request that has got no blocks in a step, or for a pause, each once.
 
         They are no more than are needed; what was given up before and has not come back yet counts as coming.
 
         Args:
             free_blocks: how many vLLM has.
+            is_paused: whether vLLM waits until nothing is held. Who would fetch it may be paused as well.
         """
         unserved, self._unserved_blocks = self._unserved_blocks, 0
-        if unserved <= free_blocks:
+        if unserved <= free_blocks and not is_paused:
             return []
-        missing = unserved - free_blocks - sum(held.blocks for held in self._held.values() if held.is_needed)
+        coming = sum(held.blocks for held in self._held.values() if held.is_needed)
+        missing = inf if is_paused else unserved - free_blocks - coming
         latest, chosen = self._now() - self._hold_s, []
         for request, held in self._held.items():
             if missing <= 0 or held.since > latest:

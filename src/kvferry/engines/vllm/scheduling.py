@@ -391,12 +391,15 @@ class SchedulerSide:
 
     # ---- every step ---------------------------------------------------------------------------------------------
 
-    def take_step(self, scheduled_tokens: Mapping[str, int], preempted: Iterable[str]) -> Step:
+    def take_step(
+        self, scheduled_tokens: Mapping[str, int], preempted: Iterable[str], *, is_paused: bool = False
+    ) -> Step:
         """Returns what the workers get with a step that is about to run.
 
         Args:
             scheduled_tokens: by request, how many tokens the step computes.
             preempted: requests whose blocks were taken since the step before.
+            is_paused: whether vLLM is, and waits until nothing is held.
         """
         step, self._step = self._step, Step()
         step.drains = self._drains
@@ -417,7 +420,7 @@ class SchedulerSide:
             if name in scheduled_tokens:
                 self._send(sending, sending.request.num_computed_tokens + scheduled_tokens[name], step)
         if self._pool is not None:
-            step.needed = self._held.to_give_up(self._pool.get_num_free_blocks())
+            step.needed = self._held.to_give_up(self._pool.get_num_free_blocks(), is_paused=is_paused)
         return step
 
     def _send(self, sending: _Sending, computed_tokens: int, step: Step) -> None:

@@ -38,8 +38,9 @@ log = logger_of(__name__)
 Result = TypeVar("Result")
 
 _NEEDED = (
-    "vLLM needs its blocks for other requests, and no decode rank has opened it within KVFERRY_BOOTSTRAP_TIMEOUT_S: "
-    "give prefill servers more memory for the queue of decode servers, or take fewer requests at once"
+    "vLLM needs its blocks for other requests, or is paused, and no decode rank has opened it within "
+    "KVFERRY_BOOTSTRAP_TIMEOUT_S: give prefill servers more memory for the queue of decode servers, or take fewer "
+    "requests at once"
 )
 
 
