@@ -287,6 +287,18 @@ class _Engine:
         """Has nothing scheduled until `resume`, as servers are asked to before an update of the weights."""
         self.engine.engine_core.engine_core.pause_scheduler(mode="keep", clear_cache=False)
 
+    def slow_down(self, seconds: float) -> None:
+        """Has every step take as long at least."""
+        executor = self.engine.engine_core.engine_core.model_executor
+        execute = executor.execute_model
+
+        def slowly(*arguments: Any, **named: Any) -> Any:
+            result = execute(*arguments, **named)
+            time.sleep(seconds)
+            return result
+
+        executor.execute_model = slowly
+
     def resume(self) -> None:
         self.engine.engine_core.engine_core.resume_scheduler()
 

@@ -333,7 +333,7 @@ def test_in_a_multi_connector_beside_one_without_hybrid_caches(engines: Engines,
     assert any(tmp_path.rglob("*.safetensors")), "the other connector did nothing: the test shows nothing"
 
 
-def offloading(journal: Path) -> dict[str, Any]:
+def offloading(journal: Path, **more: Any) -> dict[str, Any]:
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -342,6 +342,7 @@ def offloading(journal: Path) -> dict[str, Any]:
             "spec_module_path": "tests.real_engines.vllm.host_memory",
             "cpu_bytes_to_use": 256 << 20,
             "journal": str(journal),
+            **more,
         },
     }
 
@@ -392,6 +393,31 @@ def test_in_a_multi_connector_beside_vllms_offloading_to_host_memory(engines: En
     check(engines, pair, [*first, *running], "with other weights")
     for engine in changed:
         engine.ask("rpc", "reload_weights", {"weights_path": str(write("qwen3", tmp_path / "as before"))})
+
+
+@pytest.mark.full
+def test_blocks_that_another_connector_still_reads_are_fetched_into_once_it_has(engines: Engines, tmp_path: Path):
+    """It stores what a request has computed last once that has ended, and the one that waits gets its blocks then."""
+    host, crowded = tmp_path / "decode", {**CROWDED, "step_tokens": 512, "is_asynchronous": True}
+    keeps = offloading(host, offload_prompt_only=False)
+    decode = engines.decode("decode-reads", beside=(keeps,), **crowded).started()
+    pair = Pair(engines.prefill("prefill"), decode)
+    (runs,), (ends,), (comes,), (more,) = (
+        prompts(58 + number, 1, shortest=length) for number, length in enumerate((200, 300, 600, 20))
+    )
+    pair.prefill.submit("comes", comes, 1, {"do_remote_decode": True})
+    parameters = pair.prefill.output("comes").parameters
+    decode.ask("slow_down", 0.1)
+    decode.submit("runs", runs, 60)
+    decode.submit("ends", ends, 21)  # the last but one fills a block
+    decode.submit("comes", comes, 4, parameters)
+    longer = [*ends, *decode.output("ends").tokens, *more]
+    decode.wait_idle()
+    before = counted(host, "loaded")
+    found = decode.generate([longer], COUNT)
+    assert counted(host, "loaded") > before, "it had all of it: the test shows nothing"
+    assert found == engines.alone().started().generate([longer], COUNT)
+    assert len(decode.output("comes").tokens) == 4
 
 
 @pytest.mark.full

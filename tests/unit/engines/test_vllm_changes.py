@@ -288,6 +288,13 @@ def test_what_it_stores_anew_after_a_reset_of_a_running_request_is_found_by_nobo
     assert keys == running.block_hashes != ["hash of running"]
 
 
+def test_what_it_still_reads_of_blocks_is_read_before_they_are_fetched_into(given: Any):
+    given.beside.connector_scheduler._current_batch_allocated_block_ids = {7}
+    table = [SimpleNamespace(block_id=number, is_null=not number) for number in range(3)]
+    given.changes.loads_into([table, []])
+    assert given.beside.connector_scheduler._current_batch_allocated_block_ids == {1, 2, 7}
+
+
 def test_what_old_weights_made_of_an_image_is_dropped(given: Any):
     """Keys and values are computed from it, and would be sent as those of the new ones."""
     replace(given, 2)

@@ -47,7 +47,7 @@ class _Beside:
 
     def __init__(self, connector: Any) -> None:
         self.name = type(connector).__name__
-        self._connector, self._original = connector, connector.reset_cache
+        self._scheduler, self._original = getattr(connector, "connector_scheduler", None), connector.reset_cache
         self._result: bool | None = None
         connector.reset_cache = self._reset
 
@@ -63,9 +63,14 @@ class _Beside:
             log.debug("%s was not reset: %s: %s", self.name, type(error).__name__, error)
             return False
 
+    def loads_into(self, blocks: set[int]) -> None:
+        """Has it read first what it still needs of blocks: vLLM's own looks at those of steps and of its own loads."""
+        allocated: set[int] = getattr(self._scheduler, "_current_batch_allocated_block_ids", set())
+        allocated.update(blocks)
+
     def forget_names(self) -> None:
         """Has it name anew what requests have: once it is reset, vLLM's own stores all of that again, by old hashes."""
-        known: Mapping[str, Any] = getattr(getattr(self._connector, "connector_scheduler", None), "_req_status", {})
+        known: Mapping[str, Any] = getattr(self._scheduler, "_req_status", {})
         for request in known.values():
             for group in request.group_states:
                 group.offload_keys.clear()
@@ -73,7 +78,7 @@ class _Beside:
     @property
     def _keeps_more(self) -> bool:
         """Whether it has files or the like, which vLLM leaves as they are."""
-        manager = getattr(getattr(self._connector, "connector_scheduler", None), "manager", None)
+        manager = getattr(self._scheduler, "manager", None)
         return bool(getattr(manager, "secondary_tiers", ()))
 
     def _reset(self) -> bool | None:
@@ -153,6 +158,11 @@ class Changes:
                     self._computed(request)
         for each in self._beside:
             each.computed()
+
+    def loads_into(self, tables: Iterable[Sequence[Any]]) -> None:
+        """Takes blocks, group by group, that are about to be fetched into: others may still be reading them."""
+        for each in self._beside:
+            each.loads_into({block.block_id for table in tables for block in table if not block.is_null})
 
     def ended(self, request: Any) -> None:
         """Takes that a request has ended."""

@@ -327,6 +327,8 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Takes the blocks that were allocated for a request."""
         tables = self._kv_cache_config.select_transfer_block_ids(blocks.blocks)
         self._scheduler_side.allocated(request, tables, num_external_tokens)
+        if num_external_tokens:
+            self._changes.loads_into(tables)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVFerryMetadata:
         """Returns what the workers get with this step."""

@@ -377,7 +377,11 @@ def _changes() -> Iterator[Line]:
     yield Mentions(f"{several}.reset_cache", ("_connectors", "reset_cache"), found)
     yield Mentions(f"{_V1}.offloading_connector:OffloadingConnector.__init__", ("connector_scheduler",), found)
     offloading = f"{_V1}.offloading.scheduler"
-    yield Mentions(f"{offloading}:OffloadingConnectorScheduler.__init__", ("manager", "_req_status"), found)
+    yield Mentions(
+        f"{offloading}:OffloadingConnectorScheduler.__init__",
+        ("manager", "_req_status", "_current_batch_allocated_block_ids"),
+        found,
+    )
     yield Fields(f"{offloading}:RequestOffloadState", ("group_states",), found)
     yield Mentions(f"{offloading}:RequestOffloadState.update_offload_keys", ("block_hashes", "offload_keys"), found)
     yield Mentions("vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.__init__", ("secondary_tiers",), found)
