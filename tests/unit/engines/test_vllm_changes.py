@@ -13,7 +13,7 @@ from kvferry.engines.vllm.changes import Changes, watch
 from kvferry.engines.vllm.encoded import drop_encoded
 from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.weights import parameter_sums
-from kvferry.errors import UsageError
+from kvferry.errors import SettingsError, UsageError
 
 
 class Side:
@@ -270,6 +270,13 @@ def test_what_cannot_be_dropped_in_the_middle_of_a_step_is_dropped_after_it(give
     given.changes.between_steps()
     assert given.beside.kept == ""
     assert given.weights.text.startswith("content ")
+
+
+def test_two_of_ours_beside_each_other_are_refused_at_the_start(given: Any):
+    """One of them would be told of no change."""
+    sides = [SimpleNamespace(changes=Changes(Side(), Conditions())) for _ in range(2)]  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match="kv_both"):
+        core_class()(SimpleNamespace(_connectors=[*sides, given.beside]), {"w": 1})
 
 
 def test_what_it_has_in_files_vllm_leaves_there(given: Any):

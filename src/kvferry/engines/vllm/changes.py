@@ -19,7 +19,7 @@ from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.objects import BlockTables
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.weights import content_of, parameter_sums
-from kvferry.errors import UsageError
+from kvferry.errors import SettingsError, UsageError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -408,13 +408,23 @@ def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
 
 
 def _changes_of(connector: Any) -> Changes | None:
-    """Returns ours, of a connector or of one of several that stand beside each other."""
+    """Returns ours, of a connector or of one of several that stand beside each other.
+
+    Raises:
+        SettingsError: if two are ours.
+    """
     several: Sequence[Any] = getattr(connector, "_connectors", ())
     kept = (getattr(each, "changes", None) for each in (connector, *several))
-    found = next((each for each in kept if isinstance(each, Changes)), None)
-    if found is not None:
-        found.stands_beside(several)
-    return found
+    found = [each for each in kept if isinstance(each, Changes)]
+    if len(found) > 1:
+        raise SettingsError(
+            "MultiConnector has kvferry's connector more than once, and one alone would be told when weights or "
+            "adapters change: let one of them be kv_both"
+        )
+    if not found:
+        return None
+    found[0].stands_beside(several)
+    return found[0]
 
 
 def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
