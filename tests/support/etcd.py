@@ -48,6 +48,7 @@ class Member:
 
     def start(self) -> None:
         """Starts it, with the data that it had."""
+        assert self._process is None or self._process.poll() is not None, "it runs: nobody would end the first"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(self._arguments, stdout=log, stderr=log)
 

@@ -73,7 +73,6 @@ def scene() -> Iterator[Callable[[str], Scene]]:
 @pytest.fixture
 def etcd_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with EtcdCluster(tmp_path_factory.mktemp("etcd")) as cluster:
-        cluster.start()
         yield f"{cluster.url}/replaced"
 
 
