@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import socket
 import threading
@@ -837,6 +838,26 @@ def test_a_start_that_registers_while_the_one_before_is_looked_up_serves(
     go_on.set()
     with pytest.raises(TransferFailedError, match=r"\(first\) has gone: registered is second"):
         lost.wait(WAIT_S)
+
+
+def test_a_room_whose_start_has_gone_is_not_opened_at_another_while_that_is_looked_up(
+    engines: Callable[..., Engines], monkeypatch: pytest.MonkeyPatch
+):
+    both, name = engines(), new_engine_name("restarted")
+    both.prefill(Model(), name=name, instance="second")
+    decode, look_ups, right = both.decode(Model()).endpoints[0], itertools.count(), RegistryClient.engine
+
+    def engine(client: RegistryClient, engine_name: str) -> Any:
+        if next(look_ups):
+            links = probe(decode).links
+            eventually("the link is ready", lambda: [link.state.name for link in links.current] == ["READY"])
+        return right(client, engine_name)
+
+    monkeypatch.setattr(RegistryClient, "engine", engine)
+    receiver = decode.open(1, np.arange(3), engine=name, instance="first")
+    with pytest.raises(TransferFailedError, match=r"\(first\) has gone: registered is second"):
+        receiver.wait(WAIT_S)
+    assert next(look_ups) > 1
 
 
 def test_many_rooms_of_a_start_that_has_gone_cost_few_look_ups(

@@ -88,9 +88,18 @@ class Links:
         next_attempt: numbers the attempts to attach.
     """
 
-    def __init__(self, context: DecodeContext) -> None:
-        """Begins with no link; the first room that asks for an engine makes one."""
+    def __init__(
+        self,
+        context: DecodeContext,
+        take_again: Callable[[ReceivingRoom, LinkKey, EngineView | None, float], None],
+    ) -> None:
+        """Begins with no link; the first room that asks for an engine makes one.
+
+        Args:
+            take_again: takes a room that relies on no link any more, with what the registry says by then of the engine.
+        """
         self.context = context
+        self._take_again = take_again
         self._resolver = context.platform.background_executor("kvferry-decode-resolver")
         self._missed = MissedEngines(context.settings.bootstrap_timeout_s)
         self.connections = Connections(context.end, context.identity.endpoint)
@@ -264,7 +273,9 @@ class Links:
             self.refusals.link_looked_up(link)
             for room in list(self.rooms_of.get(link, ())):
                 if why_gone(link, room.instance) is not None:  # or it came after this was asked, and its start with it
-                    self.look_up_again(link.key, partial(self._judge, room, link))
+                    self.part(link, room)
+                    room.link = None  # else it would be opened at the start that this link has by then
+                    self.look_up_again(link.key, partial(self._take_again, room, link.key))
         if isinstance(problem, RegistryAccessError | EngineEndedError):  # asking again would not help
             self.fail(link, problem, now)
         elif problem is not None:
@@ -288,12 +299,12 @@ class Links:
             if view is not None and not link.is_given_up:
                 self._greet(link, view.registrations, now)
 
-    def _judge(self, room: ReceivingRoom, link: Link, view: EngineView | None, now: float) -> None:
-        """Fails a room that waits for its link if the start that it names has gone."""
-        if view is not None:
-            self.replace(link.key, view, room.instance, now)
-        if room.waits_for_link and (gone := why_gone(link, room.instance)) is not None:
-            room.apply(ConnectFailed(gone), now)
+    def part(self, link: Link, room: ReceivingRoom) -> None:
+        """Takes note that a room does not rely on its link any more."""
+        rooms = self.rooms_of[link]
+        del rooms[room]
+        if not rooms:
+            del self.rooms_of[link]
 
     def _watch(self) -> None:
         """Has links that wait looked up again as soon as the registry tells of a change, if it is one that does."""

@@ -69,7 +69,7 @@ class ReceivingRooms:
         self._lock = threading.Lock()
         self.is_closed = False
         self.draining = Draining(f"decode engine {context.identity.engine!r}", context.platform.now)
-        self.links = Links(context)
+        self.links = Links(context, self._take_again)
         self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
         self.expected = ExpectedRooms(context, self.links)
@@ -306,10 +306,7 @@ class ReceivingRooms:
         self._unanswered.discard(room)
         if room.link is None:
             return
-        rooms = self.links.rooms_of[room.link]
-        del rooms[room]
-        if not rooms:
-            del self.links.rooms_of[room.link]
+        self.links.part(room.link, room)
         if room.waits_for_link and room.machine.error is not None:
             error = room.machine.error
             cause = error.__cause__
