@@ -286,7 +286,7 @@ def test_rings_may_differ_in_length(
 
     begin(pair, make, 1, 2, drafts=drafts_on == "decode")
     assert len({rings_of(pool) for pool in pools}) == 2
-    for room, tokens in enumerate((4 * PAGE + 70, 4 * PAGE + 3, 4 * PAGE + 1, 5 * PAGE, 101, 5)):
+    for room, tokens in enumerate((4 * PAGE + 70, 4 * PAGE + 3, 4 * PAGE + 1, 5 * PAGE, 101, 5), 1):
         Crossing(pair, room, -(-tokens // PAGE), tokens=tokens).run()
     Crossing(pair, 7, 7, held=3, tokens=6 * PAGE + 131).run()
     Crossing(pair, 8, 7, held=6, tokens=6 * PAGE + 3).run()  # the decode side has most of the window in its pages

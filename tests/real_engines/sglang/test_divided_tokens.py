@@ -149,7 +149,7 @@ def test_pages_that_go_round_arrive(
     sharded(pair, model, shards, tp)
     whole(pair, DECODE, model, decode_tp)
     rooms = [(27, 0, 0), (30, 3 * PAGE, 1), (5, 0, shards - 1), (3, 0, 1), (24, 5 * PAGE, 0)]
-    for room, (tokens, held, first_rank) in enumerate(rooms):
+    for room, (tokens, held, first_rank) in enumerate(rooms, 1):
         sent = Crossing(pair, room, tokens, held=held, first_rank=first_rank).run()
         assert len(sent) == shards * tp
     assert np.count_nonzero(sent) == tp, "the last request needs one page"
@@ -192,7 +192,7 @@ def test_tokens_may_go_round_on_the_decode_side(
     whole(pair, PREFILL, model, prefill_tp)
     divided(pair, DECODE, model, dcp, decode_tp)
     page = PAGE * dcp
-    for room, (tokens, held) in enumerate([(27, 0), (2 * page, page), (2 * page + 1, page), (1, 0), (3, 0)]):
+    for room, (tokens, held) in enumerate([(27, 0), (2 * page, page), (2 * page + 1, page), (1, 0), (3, 0)], 1):
         Crossing(pair, room, tokens, held=held).run()
 
 
@@ -201,7 +201,7 @@ def test_tokens_may_go_round_on_both_sides(pair: Pair, prefill: int, decode: int
     pair.model = LATENTS
     divided(pair, PREFILL, LATENTS, prefill)
     divided(pair, DECODE, LATENTS, decode)
-    for room, tokens in enumerate([27, 16, 1, 3]):
+    for room, tokens in enumerate([27, 16, 1, 3], 1):
         Crossing(pair, room, tokens).run()
 
 
@@ -218,7 +218,7 @@ def test_a_draft_and_an_index_have_every_token_on_ranks_that_divide_them(
             where = {"attn_tp_size": dcp, "attn_tp_rank": number, "tp_size": dcp}
             pair.start(mode, kind(dcp, number, **where))
     page = kind.MODEL.page_tokens * decode
-    for room, (tokens, held) in enumerate([(6 * page + 3, 0), (2 * page, page), (2 * page + 1, page), (1, 0)]):
+    for room, (tokens, held) in enumerate([(6 * page + 3, 0), (2 * page, page), (2 * page + 1, page), (1, 0)], 1):
         Crossing(pair, room, tokens, held=held).run()
 
 
@@ -246,7 +246,7 @@ def test_a_group_of_tensor_parallel_ranks_sends_to_each_data_parallel_one(
         where = {"attn_dp_size": 4, "attn_dp_rank": dp_rank, "num_dp_ranks": 4, "tp_size": 4}
         pair.start(DECODE, WholeRank(model, tp=1, tp_rank=0, **where))
     for dp_rank in range(4):
-        Crossing(pair, dp_rank, 27, held=dp_rank * PAGE).run(slice(dp_rank, dp_rank + 1))
+        Crossing(pair, dp_rank + 1, 27, held=dp_rank * PAGE).run(slice(dp_rank, dp_rank + 1))
 
 
 @pytest.mark.parametrize("tp", [1, 2])

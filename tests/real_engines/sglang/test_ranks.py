@@ -137,7 +137,7 @@ def test_pages_may_differ_in_size(
     """Of prompts that fill neither side's last page, behind prefixes that are no whole pages of the other side."""
     monkeypatch.setenv("KVFERRY_PATH", path)
     pair.begin(replace(MODELS[model], page_tokens=here), prefill_tp=2, decode_tp=1, page_tokens=there)
-    for room, (tokens, held) in enumerate([(27, 0), (29, 1), (29, 3), (31, 5), (13, 2), (26, 4)]):
+    for room, (tokens, held) in enumerate([(27, 0), (29, 1), (29, 3), (31, 5), (13, 2), (26, 4)], 1):
         Request(pair, room, tokens=tokens, held_tokens=held * there).run()
 
 
