@@ -11,12 +11,18 @@ def given_up(held: HeldRequests, missing: int, free: int = 3) -> list[str]:
     return held.to_give_up(free)
 
 
-def test_each_is_held_for_a_while_in_any_case():
+def held_for_10_s(count: int) -> tuple[HeldRequests, list[float]]:
+    """So many requests of four blocks, one a second; and the time."""
     time = [0.0]
     held = HeldRequests(10.0, lambda: time[0])
-    for second in range(3):
+    for second in range(count):
         time[0] = float(second)
         held.add(str(second), 4)
+    return held, time
+
+
+def test_each_is_held_for_a_while_in_any_case():
+    held, time = held_for_10_s(3)
     assert given_up(held, 12) == []
     time[0] = 11.0
     assert given_up(held, 12) == ["0", "1"]
@@ -47,11 +53,7 @@ def test_nothing_is_given_up_where_nothing_is_missing_or_nobody_waits():
 
 
 def test_a_pause_waits_for_each_for_a_while_and_then_for_none():
-    time = [0.0]
-    held = HeldRequests(10.0, lambda: time[0])
-    for second in range(2):
-        time[0] = float(second)
-        held.add(str(second), 4)
+    held, time = held_for_10_s(2)
     assert held.to_give_up(9, is_paused=True) == []
     time[0] = 10.0
     assert held.to_give_up(9) == []

@@ -273,7 +273,7 @@ class Links:
             self.refusals.link_looked_up(link)
             for room in list(self.rooms_of.get(link, ())):
                 if why_gone(link, room.instance) is not None:  # or it came after this was asked, and its start with it
-                    self.part(link, room)
+                    self.leave(link, room)
                     room.link = None  # else it would be opened at the start that this link has by then
                     self.look_up_again(link.key, partial(self._take_again, room, link.key))
         if isinstance(problem, RegistryAccessError | EngineEndedError):  # asking again would not help
@@ -299,7 +299,7 @@ class Links:
             if view is not None and not link.is_given_up:
                 self._greet(link, view.registrations, now)
 
-    def part(self, link: Link, room: ReceivingRoom) -> None:
+    def leave(self, link: Link, room: ReceivingRoom) -> None:
         """Takes note that a room does not rely on its link any more."""
         rooms = self.rooms_of[link]
         del rooms[room]

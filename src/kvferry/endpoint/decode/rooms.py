@@ -306,7 +306,7 @@ class ReceivingRooms:
         self._unanswered.discard(room)
         if room.link is None:
             return
-        self.links.part(room.link, room)
+        self.links.leave(room.link, room)
         if room.waits_for_link and room.machine.error is not None:
             error = room.machine.error
             cause = error.__cause__
