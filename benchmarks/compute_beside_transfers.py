@@ -46,7 +46,7 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the thread that comput
 import numpy as np
 
 import kvferry as kf
-from kvferry.endpoint.runtime.rests import waits_of_this_thread
+from kvferry.endpoint.runtime.threads import waits_of_this_thread
 
 STEP_S = 200e-6
 SETTLE_S = 0.5  # of every phase, not measured: until threads that are to rest do so

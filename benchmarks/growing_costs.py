@@ -37,8 +37,7 @@ from kvferry.control.ends import ConnectingEnd, Connection, ListeningEnd, ZmqCon
 from kvferry.control.process_identity import Sight
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 from kvferry.endpoint.runtime.threads import Loop
-from kvferry.endpoint.runtime.workers import Worker
-from kvferry.endpoint.runtime.writes import Settling
+from kvferry.endpoint.runtime.workers import Settling, Worker
 from kvferry.errors import PeerDisconnectedError
 from kvferry.layout import Device, RankCoordinates, Region, VirtualPools
 from kvferry.layout.sharding import ShardedComponent

@@ -548,7 +548,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a deadline that moved is forgotten when its first time has come",
-        "endpoint/runtime/timers.py",
+        "endpoint/runtime/run_queue.py",
         "                if timer.due_at > now:\n                    self._put(timer)\n",
         "                if timer.due_at > now:\n                    pass\n",
         "tests/unit/endpoint/test_timers.py",
@@ -562,7 +562,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a write that ends before an older one to the same peer is not found",
-        "endpoint/runtime/writes.py",
+        "endpoint/runtime/workers.py",
         "            self._look_around(max(MOST_POLLS // 2, -(-before // LOOKS_AROUND) if has_time else 0))\n",
         "",
         "tests/unit/endpoint/test_writes.py",
@@ -1397,7 +1397,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "timers come due without the lock",
-        "endpoint/runtime/timers.py",
+        "endpoint/runtime/run_queue.py",
         "        with self._lock:\n            while self.queue",
         "        if True:\n            while self.queue",
         "tests/simulation/test_interleaved_memory.py",

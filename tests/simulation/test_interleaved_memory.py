@@ -22,8 +22,8 @@ from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.prefill.staged_writes import StagedWrites
-from kvferry.endpoint.runtime import timers
-from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime import run_queue
+from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.layout import Device, Region
 from kvferry.observe.observer import Observer
 from kvferry.protocol import bounded
@@ -278,7 +278,7 @@ def test_a_deadline_that_moves_while_others_come_due_is_kept():
 
         return check
 
-    explore(scenario, instructions=[timers], preemptions=2)
+    explore(scenario, instructions=[run_queue], preemptions=2)
 
 
 def test_failed_writes_of_several_workers_have_numbers_of_their_own():

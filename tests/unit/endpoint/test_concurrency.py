@@ -22,9 +22,8 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 
 from kvferry import Sender, Settings
 from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.runtime.rests import Rests
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
-from kvferry.endpoint.runtime.threads import SupervisedThread
+from kvferry.endpoint.runtime.threads import Rests, SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
 from kvferry.plan.requests.chunks import Chunk, ChunkSequence, HandedIn

@@ -9,8 +9,7 @@ import time
 import pytest
 from tests.support.waiting import eventually
 
-from kvferry.endpoint.runtime.rests import _WAITS_OF_A_TAKE, Rests, waits_of_this_thread
-from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
+from kvferry.endpoint.runtime.threads import _WAITS_OF_A_TAKE, Loop, Rests, SupervisedThread, waits_of_this_thread
 
 SWITCH_S = sys.getswitchinterval()
 KEPT_S = 1.1 * SWITCH_S  # how late a thread gets a lock that another keeps

@@ -15,8 +15,7 @@ from tests.support.transports import NOTHING
 from tests.support.watched import Watched
 
 from kvferry.endpoint.runtime.run_queue import RunQueue
-from kvferry.endpoint.runtime.workers import Worker
-from kvferry.endpoint.runtime.writes import Settling
+from kvferry.endpoint.runtime.workers import Settling, Worker
 from kvferry.errors import TransportError
 from kvferry.protocol.wire.messages import Attached
 from kvferry.testing.probe import probe

@@ -9,8 +9,7 @@ import threading
 import pytest
 from tests.support.waiting import eventually
 
-from kvferry.endpoint.runtime.rests import Rests
-from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
+from kvferry.endpoint.runtime.threads import Loop, Rests, SupervisedThread
 
 
 class Fails(Loop):

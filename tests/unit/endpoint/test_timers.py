@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime.run_queue import Timers
 
 KEYS = st.sampled_from("abcdefgh")
 SETTINGS = st.tuples(KEYS, st.none() | st.integers(0, 30))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from tests.support.watched import Watched
 
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
-from kvferry.endpoint.runtime.workers import Worker
-from kvferry.endpoint.runtime.writes import LOOKS_AROUND, MOST_POLLS, Settling, WritesInFlight
+from kvferry.endpoint.runtime.workers import LOOKS_AROUND, MOST_POLLS, Settling, Worker, WritesInFlight
 from kvferry.errors import TransportError
 from kvferry.transport import InProcessNetwork, InProcessTransport, TransferHandle, TransferReport
 

@@ -10,7 +10,7 @@ from kvferry.control.ends import ConnectingEnd
 from kvferry.control.registry import Registry
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Platform
-from kvferry.endpoint.runtime.writes import Settling
+from kvferry.endpoint.runtime.workers import Settling
 from kvferry.observe.observer import Observer
 from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.links import Links
-from kvferry.endpoint.runtime.rests import LONGEST_S
+from kvferry.endpoint.runtime.threads import LONGEST_S
 from kvferry.errors import KVFerryError, PeerDisconnectedError
 from kvferry.observe.logs import report_silence
 from kvferry.observe.observer import Retry

@@ -18,7 +18,7 @@ from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
 from kvferry.endpoint.decode.refused_rooms import Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.draining import Draining
-from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import KVFerryError, UnknownRoomError
 from kvferry.loggers import logger_of

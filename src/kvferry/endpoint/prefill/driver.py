@@ -26,9 +26,8 @@ from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.rests import LONGEST_S
 from kvferry.endpoint.runtime.run_queue import Waker
-from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop
+from kvferry.endpoint.runtime.threads import LONGEST_S, THREADS_END_S, Loop, RunningLoop
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import TransferError
 from kvferry.loggers import logger_of

@@ -16,7 +16,7 @@ from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
 from kvferry.endpoint.prefill.room_actor import OpenReceived, RoomActor
-from kvferry.endpoint.runtime.timers import Timers
+from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.endpoint.transfer import Sender
 from kvferry.errors import (

@@ -32,8 +32,7 @@ from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
 from kvferry.control.shared_registry import SharedRegistries
 from kvferry.endpoint.runtime.calibration import Calibration
-from kvferry.endpoint.runtime.rests import Rests
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
+from kvferry.endpoint.runtime.threads import Loop, Rests, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
 from kvferry.open_files import lack
 from kvferry.protocol.wire.field_types import ProcessIdentity
