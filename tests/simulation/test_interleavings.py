@@ -24,11 +24,10 @@ from tests.support.tiers import Tier
 from kvferry.endpoint import transfer
 from kvferry.endpoint.prefill import admission
 from kvferry.endpoint.prefill.admission import Admission, Admitted
-from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
-from kvferry.endpoint.transfer import Sender
+from kvferry.endpoint.transfer import RoomReport, Sender
 from kvferry.errors import QueueFullError
 from kvferry.observe.observer import Observer
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn

@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from kvferry.control.registry import Registry
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
+from kvferry.endpoint.base import EndpointTelemetry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.links import Links
@@ -25,7 +26,6 @@ from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.prefill.room_actor import RoomActor
 from kvferry.endpoint.prefill.rooms import SendingRooms
-from kvferry.endpoint.telemetry import EndpointTelemetry
 from kvferry.endpoint.transfer import Transfer
 from kvferry.errors import KVFerryError
 from kvferry.protocol.transfer.pending_messages import PendingOpens

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.support.writes import WRITE
 
-from kvferry.endpoint.reporting import REPORT_INTERVAL_S, RoomReport
+from kvferry.endpoint.transfer import REPORT_INTERVAL_S, RoomReport
 from kvferry.observe.observer import Observer
 from kvferry.observe.records import WriteRecord
 

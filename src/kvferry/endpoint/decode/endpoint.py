@@ -9,9 +9,8 @@ from typing import SupportsIndex
 
 from kvferry.control.registry import Registry
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import checked_room
+from kvferry.endpoint.construction import Draining, checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
-from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.endpoint.transfer import Receiver

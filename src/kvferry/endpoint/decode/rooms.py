@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from kvferry.endpoint.construction import check_may_open, deadlines
+from kvferry.endpoint.construction import Draining, check_may_open, deadlines
 from kvferry.endpoint.decode.arrivals import Arrivals
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.heartbeats import ExpectedRooms, Heartbeats
@@ -17,7 +17,6 @@ from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
 from kvferry.endpoint.decode.refused_rooms import Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
-from kvferry.endpoint.draining import Draining
 from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.endpoint.transfer import Receiver
 from kvferry.errors import KVFerryError, UnknownRoomError

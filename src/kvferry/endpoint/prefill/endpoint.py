@@ -7,8 +7,7 @@ from contextlib import ExitStack
 from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import checked_room
-from kvferry.endpoint.draining import Draining
+from kvferry.endpoint.construction import Draining, checked_room
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.registration import Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform

@@ -13,10 +13,9 @@ from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, Target
 from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite, StagedWrites
 from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
-from kvferry.endpoint.reporting import RoomReport
 from kvferry.endpoint.runtime.run_queue import Actor
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
-from kvferry.endpoint.transfer import Sender
+from kvferry.endpoint.transfer import RoomReport, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus

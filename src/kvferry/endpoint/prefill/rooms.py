@@ -10,8 +10,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from math import inf
 
-from kvferry.endpoint.construction import check_may_open, deadlines
-from kvferry.endpoint.draining import Draining
+from kvferry.endpoint.construction import Draining, check_may_open, deadlines
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodeRanks
