@@ -257,7 +257,7 @@ CATALOGUE = (
     # ---- staging, on a device: what is ordered by luck alone
     PlantedFault(
         "pages are gathered before the engine's event has come",
-        "endpoint/prefill/unread_chunks.py",
+        "endpoint/prefill/room_actor.py",
         "if self._unready or chunk.is_ready is not None:",
         "if self._unready:",
         "tests/unit/staging/test_order_on_device.py",
@@ -399,7 +399,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "all rooms get on a little in turn, so that all end at the end",
-        "endpoint/prefill/precedence.py",
+        "endpoint/prefill/admission.py",
         "return handed_in_at + left_bytes / _BYTES_PER_S",
         "return 0.0",
         "tests/unit/endpoint/test_staged.py",

@@ -22,19 +22,18 @@ from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.refused_rooms import Refusals, Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.prefill import unread_chunks
+from kvferry.endpoint.prefill import room_actor
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import BrokenOff
-from kvferry.endpoint.prefill.control_channel import ControlChannel
+from kvferry.endpoint.prefill.control_channel import ControlChannel, Dismissals
 from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
-from kvferry.endpoint.prefill.dismissals import Dismissals
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.prefill.room import SendingRoom
+from kvferry.endpoint.prefill.room_actor import UnreadChunks
 from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrite, StagedWrites
-from kvferry.endpoint.prefill.unread_chunks import UnreadChunks
 from kvferry.endpoint.runtime.callers_code import Awaited, Callbacks, CallersCode
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
@@ -873,7 +872,7 @@ def _refused_by_silence(patch: pytest.MonkeyPatch) -> None:
 
 
 def _readiness_assumed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(unread_chunks, "Awaited", lambda _, then, room: Awaited(lambda: True, then, room))
+    patch.setattr(room_actor, "Awaited", lambda _, then, room: Awaited(lambda: True, then, room))
 
 
 def _joined_unready(patch: pytest.MonkeyPatch) -> None:

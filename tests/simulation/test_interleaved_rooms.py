@@ -106,10 +106,10 @@ class Room:
 
     failed_alone = False
     error = None
-    deadline = None
 
     def __init__(self, machine: Any, *others: Any, **given: Any) -> None:
         self.room = machine.room
+        self.machine = SimpleNamespace(deadline=None)
         self.generations: dict[str, int] = {}
         self.sender = self
         self.given: list[Any] = []
@@ -131,7 +131,11 @@ class Answers:
 
 
 def sending_rooms(answers: Answers) -> SendingRooms:
-    attachment = SimpleNamespace(elected=lambda room, group_rank: (), layout=LAYOUT, rank=RANK)
+    attachment = SimpleNamespace(
+        elected=lambda room, group_rank: (),
+        checked=lambda message, elected: message.checked(LAYOUT, elected, where="room 1 on d0"),
+        rank=RANK,
+    )
     ranks: Any = SimpleNamespace(attachment=lambda name: attachment, given_up=lambda name: None, rank=lambda name: RANK)
     context: Any = SimpleNamespace(
         staging=SimpleNamespace(joined_pages=1),

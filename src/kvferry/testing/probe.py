@@ -22,8 +22,7 @@ from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.decode_ranks import DecodePeer, DecodeRanks
-from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.registration import Registration
+from kvferry.endpoint.prefill.driver import PrefillDriver, Registration
 from kvferry.endpoint.prefill.room_actor import RoomActor
 from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.transfer import Transfer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.endpoint.prefill.precedence import due_at
+from kvferry.endpoint.prefill.admission import due_at
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 
 GB = 10**9

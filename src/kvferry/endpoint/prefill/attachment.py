@@ -26,9 +26,9 @@ from kvferry.plan import (
 )
 from kvferry.plan.descriptors import MERGED_BYTES, DescriptorIndices, PieceNumbers
 from kvferry.plan.fingerprint import check_same_fingerprint
-from kvferry.plan.requests.moves import Move
+from kvferry.plan.requests.moves import Move, ReceiverRequest
 from kvferry.protocol.wire.field_types import DecodeRank, Identity
-from kvferry.protocol.wire.messages import Attach
+from kvferry.protocol.wire.messages import Attach, OpenRoom
 from kvferry.protocol.wire.versions import check_required
 from kvferry.staging.digests import DigestMemory
 from kvferry.transport import PeerMetadata, PreparedList, Transport
@@ -137,6 +137,14 @@ class Attachment:
             group_rank: this rank's.
         """
         return self.plan.elected(room, writer=group_rank, receiver=self.rank.coordinates.group_rank)
+
+    def checked(self, message: OpenRoom, elected: Sequence[ElectedRoute]) -> ReceiverRequest:
+        """Returns what an open request of the decode rank asks for, of what this rank sends in the room.
+
+        Raises:
+            PageError: if it contradicts itself or the layout, or is not about what this rank sends.
+        """
+        return message.checked(self.layout, elected, where=f"room {message.room} on {self.receiver}")
 
     def prepare(self, unit: Unit) -> PreparedRows:
         """Returns the lists for a unit, prepared at the first call.

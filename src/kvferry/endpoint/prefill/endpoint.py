@@ -8,8 +8,7 @@ from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
 from kvferry.endpoint.construction import Draining, checked_room
-from kvferry.endpoint.prefill.driver import PrefillDriver
-from kvferry.endpoint.prefill.registration import Registration
+from kvferry.endpoint.prefill.driver import PrefillDriver, Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
 from kvferry.layout import RankCoordinates, RankLayout

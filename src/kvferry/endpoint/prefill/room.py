@@ -56,6 +56,7 @@ class SendingRoom(Generic[WorkerT]):
 
     Attributes:
         machine: decides what is done.
+        room: its number.
         generations: of the decode ranks that have opened the room, and of those that refused it.
         all_open_at: when every receiver had opened it; None if not all have.
     """
@@ -67,15 +68,11 @@ class SendingRoom(Generic[WorkerT]):
             port: does what the room wants done outside of itself.
         """
         self.machine = machine
+        self.room = machine.room
         self.generations: dict[str, int] = {}
         self.all_open_at: float | None = None
         self.port = port
         self._next_opens: dict[str, messages.OpenRoom] = {}
-
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self.machine.room
 
     @property
     def failed_alone(self) -> bool:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
 from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.room import SendingRoom
-from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, Target
-from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrite, StagedWrites
-from kvferry.endpoint.prefill.unread_chunks import ReadyChunk, UnreadChunks
-from kvferry.endpoint.runtime.run_queue import Actor
+from kvferry.endpoint.prefill.room_write import Target
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, ReceiverWrites, StagedPart
+from kvferry.endpoint.runtime.callers_code import SIGNAL, Awaited, CallersCode
+from kvferry.endpoint.runtime.run_queue import Actor, Timers
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import RoomReport, Sender
-from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferFailedError
+from kvferry.errors import TransferFailedError
+from kvferry.layout import Shard
 from kvferry.observe.records import SenderStats, WriteRecord
 from kvferry.observe.status import RoomStatus
-from kvferry.plan import TransferPath
-from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
+from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, components_by_group, joined
+from kvferry.plan.requests.moves import ReceiverRequest
 from kvferry.protocol.transfer.events import (
     AbortRequested,
     Broke,
@@ -33,7 +36,6 @@ from kvferry.protocol.transfer.events import (
     SendFinish,
     Tick,
     Write,
-    WriteFailed,
     WriteProgressed,
 )
 from kvferry.protocol.transfer.room_table import RoomMessage
@@ -42,12 +44,140 @@ from kvferry.protocol.transfer.states import SenderState, TransferState
 from kvferry.protocol.wire import messages
 
 
+@dataclass(slots=True)
+class ReadyChunk:
+    """A chunk of which the pages hold what is to be sent.
+
+    Attributes:
+        chunk: the chunk, or several as one.
+        ready_at: since when; if it is several, the first of them.
+        last_ready_at: since when the last of them is.
+        count: how many were handed in for it.
+    """
+
+    chunk: HandedIn
+    ready_at: float
+    last_ready_at: float
+    count: int = 1
+
+
+class UnreadChunks:
+    """Those of a room, in the order in which they were handed in. Only the room's own turns use it.
+
+    The first that has a signal waits for it, and the others wait for the first. Ranges of layers of the same pages are
+    joined while earlier writes keep the wire busy: a range leaves by itself as soon as the wire has nothing else to do,
+    and if layers are computed faster than they are sent, fewer and larger writes take them.
+    """
+
+    def __init__(self, room: int, shards: Sequence[Shard], came: Callable[[BaseException | None], None]) -> None:
+        """Begins with none.
+
+        Args:
+            room: whose they are.
+            shards: those of the rank's layout.
+            came: called by a worker when the first signal has come, or with what looking at it has raised.
+        """
+        self._room = room
+        self._came = came
+        self._awaited: Awaited | None = None  # the signal of the first that is unready
+        self._shards = shards
+        self._ready: deque[ReadyChunk] = deque()
+        self._unready: deque[HandedIn] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._ready or self._unready)
+
+    @property
+    def has_ready(self) -> bool:
+        """Whether there is any of which the pages may be read."""
+        return bool(self._ready)
+
+    @property
+    def unready(self) -> HandedIn | None:
+        """The first chunk whose pages are still being written. May be read from any thread."""
+        return next(iter(list(self._unready)), None)
+
+    def add(self, chunk: HandedIn) -> None:
+        """Adds the next chunk that was handed in."""
+        if self._unready or chunk.is_ready is not None:
+            self._unready.append(chunk)
+        else:
+            self._add_ready(chunk, chunk.submitted_at)
+
+    def await_signal(self, worker: Worker) -> None:
+        """Has a worker look at the first signal, unless one does."""
+        if self._awaited is None and self._unready:
+            is_ready = self._unready[0].is_ready
+            assert is_ready is not None
+            self._awaited = Awaited(is_ready, self._came, self._room)
+            worker.await_signal(self._awaited)
+
+    def signalled(self, error: BaseException | None, now: float, code: CallersCode) -> BaseException | None:
+        """Takes note that the first signal has come, and looks at those behind it.
+
+        Args:
+            error: what looking at it has raised.
+            code: runs what looks at signals.
+
+        Returns:
+            What looking at any has raised.
+        """
+        self._awaited = None
+        if not self._unready or error is not None:
+            return error
+        self._add_ready(self._unready.popleft(), now)
+        try:
+            while self._unready:
+                is_ready = self._unready[0].is_ready
+                if is_ready is not None and not code.run(SIGNAL, is_ready, self._room):
+                    break
+                self._add_ready(self._unready.popleft(), now)
+        except BaseException as raised:  # the caller's code, or a device that has failed
+            return raised
+        return None
+
+    def next(self, *, is_wire_busy: bool) -> ReadyChunk | None:
+        """Takes out what is to be sent next; None if there is nothing, or more layers are to join what there is."""
+        if not self._ready:
+            return None
+        is_joinable = len(self._ready) == 1 and not self._ready[0].chunk.completes
+        return None if is_joinable and is_wire_busy else self._ready.popleft()
+
+    def drop(self) -> int:
+        """Drops all, and looks at no signal any more; returns how many were handed in."""
+        if self._awaited is not None:
+            self._awaited.is_dropped = True
+            self._awaited = None
+        count = len(self._unready) + sum(each.count for each in self._ready)
+        self._unready.clear()
+        self._ready.clear()
+        return count
+
+    @cached_property
+    def _components(self) -> dict[str, frozenset[str]]:
+        return components_by_group(self._shards)  # made where layers are handed in alone: few rooms need it
+
+    def _add_ready(self, chunk: HandedIn, now: float) -> None:
+        last = self._ready[-1] if self._ready else None
+        together = joined(last.chunk, chunk, self._components) if last is not None else None
+        if last is None or together is None:
+            self._ready.append(ReadyChunk(chunk, now, now))
+        else:
+            last.chunk, last.last_ready_at = together, now
+            last.count += 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenReceived:
-    """A decode rank's open request for the room."""
+    """A decode rank's open request for the room.
+
+    Attributes:
+        request: what it asks for, as it was checked when it came; None where it has waited for our caller since.
+    """
 
     attachment: Attachment
     message: messages.OpenRoom
+    request: ReceiverRequest | None = None
 
 
 _AWAITING_CHUNKS = (TransferState.WAITING_FOR_INPUT, TransferState.TRANSFERRING)
@@ -63,58 +193,14 @@ class ChunkReady:
 RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
 
 
-class ReceiverWrites:
-    """Those of a room to one receiver. Only the room's own turns use it, where nothing else is said.
+class AllRooms(Protocol):
+    """What a room needs of whoever has all of them. May be called from any worker.
 
     Attributes:
-        direct: those into its pages.
-        staged: those through its ring.
+        timers: when each room must be looked at.
     """
 
-    def __init__(self, target: Target) -> None:
-        """Begins with none."""
-        self._target = target
-        self.direct = DirectWrites(target)
-        self.staged = StagedWrites(target)
-
-    def write(self, command: Write, worker: Worker, *, submitted_at: float) -> None:
-        """Begins a write: it is posted when there is memory for it, or when it is admitted.
-
-        Args:
-            submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
-        """
-        target, attachment = self._target, self._target.attachment
-        if not attachment.begin_write():
-            self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
-            return
-        begun_at = target.context.now()
-        try:
-            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
-            if choice.path is TransferPath.STAGED:
-                self.staged.write(StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at))
-                return
-        except Exception as error:
-            attachment.end_write()
-            self._fail(command, error)
-            return
-        self.direct.write(DirectWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at), worker)
-
-    def _fail(self, command: Write, error: Exception) -> None:
-        self._target.report_failure(error)
-        self._target.room.post(WriteFailed(command.receiver, command.sequence, error))
-
-    def cancel(self, error: KVFerryError, worker: Worker) -> None:
-        """Posts nothing more."""
-        self.direct.drop()
-        self.staged.cancel(error, worker)
-
-    def moved_at(self, now: float) -> float:
-        """Returns when something last got on that the writes wait for, also others' to the same receiver."""
-        return max(self.direct.moved_at, min(self.staged.moved_at, now), self._target.attachment.moved_at)
-
-
-class AllRooms(Protocol):
-    """What a room needs of whoever has all of them. May be called from any worker."""
+    timers: Timers[RoomActor]
 
     def pass_on(self, receiver: str, message: RoomMessage) -> None:
         """Takes a decode rank's message for whoever has the room now, or will have it."""
@@ -122,15 +208,11 @@ class AllRooms(Protocol):
     def forget(self, room: RoomActor) -> None:
         """Drops a room, which is done."""
 
-    def set_deadline(self, room: RoomActor, deadline: float | None) -> None:
-        """Takes a room's next deadline, every time that something happened in it."""
 
-
-class RoomActor(Actor):
-    """Runs one room on whichever worker is free, and does what it wants done outside of itself (`RoomPort`).
+class RoomActor(Actor, SendingRoom[Worker]):
+    """A room that runs on whichever worker is free, and does what it wants done outside of itself (`RoomPort`).
 
     Attributes:
-        machine: the room's state.
         chunks: how many chunks it has taken.
         is_told_to_look: whether it was told to look at the time, and has not had the turn for it.
     """
@@ -144,14 +226,13 @@ class RoomActor(Actor):
     ) -> None:
         """Begins with no receivers, as one of all rooms."""
         run_queue = workers.queue_of(machine.room.to_bytes(8, "little"))
-        super().__init__(run_queue)
+        Actor.__init__(self, run_queue)
+        SendingRoom.__init__(self, machine, self)
         self._gathering = workers.gathering
-        self.room = machine.room
-        self.machine = machine
         self._context = context
         self._rooms = rooms
-        self._sending = SendingRoom(machine, self)
-        self.generations = self._sending.generations
+        self.now = context.now
+        self.pass_on = rooms.pass_on
         self._receivers: dict[str, ReceiverWrites] = {}  # those that have opened the room
         self._submitted_at: dict[int, float] = {}
         self._unread = UnreadChunks(
@@ -238,11 +319,6 @@ class RoomActor(Actor):
         return self.chunks - min((chunk for chunk in waiting if chunk is not None), default=self.chunks)
 
     @property
-    def deadline(self) -> float | None:
-        """When it must be looked at; None if it has ended."""
-        return self.machine.deadline
-
-    @property
     def has_ended(self) -> bool:
         """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
         return self.machine.state.is_final
@@ -252,18 +328,8 @@ class RoomActor(Actor):
         """Whether a sub-chunk waits for staging memory. May be read from any thread."""
         return any(receiver.staged.is_waiting for receiver in list(self._receivers.values()))
 
-    @property
-    def failed_alone(self) -> bool:
-        """Whether the room failed before every receiver had opened it, so that some were not notified yet."""
-        return self._sending.failed_alone
-
-    @property
-    def error(self) -> KVFerryError | None:
-        """Why it failed, once it has."""
-        return self.machine.error
-
     def _opened(self, request: OpenReceived) -> ReceiverOpened:
-        attachment, message = request.attachment, request.message
+        attachment, message, checked = request.attachment, request.message, request.request
         coordinates = self._context.identity.coordinates
         elected = attachment.elected(self.room, coordinates.group_rank)
         if attachment.receiver not in self._receivers:  # else the same request has come again
@@ -273,7 +339,7 @@ class RoomActor(Actor):
             receiver=attachment.receiver,
             generation=message.generation,
             expected_receivers=message.receivers,
-            request=message.checked(attachment.layout, elected, where=f"room {self.room} on {attachment.receiver}"),
+            request=checked or attachment.checked(message, elected),
             sends_aux=coordinates.is_aux_writer,
             verifies=attachment.verifies,
             held=message.held,
@@ -285,12 +351,12 @@ class RoomActor(Actor):
         is_final = self.machine.state.is_final
         match event:
             case OpenReceived():
-                if self._sending.takes(event.attachment.receiver, event.message):
+                if self.takes(event.attachment.receiver, event.message):
                     self.apply(self._opened(event), worker)
             case ReceiverMessage(receiver, messages.AbortRoom() as message):
-                self._sending.aborted(receiver, message, worker)
+                self.aborted(receiver, message, worker)
             case ReceiverMessage(receiver, messages.RefuseRoom() as message):
-                self._sending.refused(receiver, message, worker)
+                self.refused(receiver, message, worker)
             case HandedIn() if (self._unread or event.is_ready or not event.completes) and not is_final:
                 self._unread.add(event)
             case HandedIn():
@@ -342,17 +408,10 @@ class RoomActor(Actor):
         if not self.machine.state.is_final:
             self._unread.await_signal(worker)
 
-    def apply(self, event: SenderEvent, worker: Worker) -> None:
-        """Passes an event to the room, in its turn."""
-        self._sending.apply(event, worker)
-
     # ---- what the room has done ---------------------------------------------------------------------------------
 
-    def now(self) -> float:
-        return self._context.now()
-
     def write(self, command: Write, worker: Worker) -> None:
-        submitted_at = max(self._submitted_at.get(command.chunk, self.now()), self._sending.all_open_at or 0.0)
+        submitted_at = max(self._submitted_at.get(command.chunk, self.now()), self.all_open_at or 0.0)
         self._receivers[command.receiver].write(command, worker, submitted_at=submitted_at)
 
     def tell_failed(self, command: SendFailed) -> None:
@@ -364,9 +423,6 @@ class RoomActor(Actor):
         self._context.tell_drained(
             command.receiver, self.room, command.generation, after_failure=after_failure, error=command.error
         )
-
-    def pass_on(self, receiver: str, message: RoomMessage) -> None:
-        self._rooms.pass_on(receiver, message)
 
     def notify(self, command: SendFinish) -> Exception | None:
         message = messages.WriterFinished(
@@ -399,7 +455,7 @@ class RoomActor(Actor):
 
     def _show(self) -> None:
         machine = self.machine
-        self._rooms.set_deadline(self, machine.deadline)
+        self._rooms.timers.set(self, machine.deadline)
         self.sender._proceed(self.chunks, waiting=self.waiting_chunks, is_drained=machine.is_drained)
         stats = self.sender.stats
         if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
@@ -415,8 +471,8 @@ class RoomActor(Actor):
                 self._context.observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:
             self._rooms.forget(self)
-            self._sending.pass_next_on()
-        self.sender.prefix_tokens = machine.held_tokens if self._sending.all_open_at is not None else None
+            self.pass_next_on()
+        self.sender.prefix_tokens = machine.held_tokens if self.all_open_at is not None else None
         self.sender._update(machine.state, machine.error, pages_reusable=machine.is_done)
 
     def _take_over_progress(self) -> None:

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-from kvferry.endpoint.prefill.admission import Admitted
+from kvferry.endpoint.prefill.admission import Admitted, due_at
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
 from kvferry.endpoint.prefill.paths import StagedPath
-from kvferry.endpoint.prefill.precedence import due_at
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import PeerDisconnectedError
 from kvferry.observe.records import PartRecord, WriteRecord

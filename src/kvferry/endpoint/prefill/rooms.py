@@ -51,6 +51,7 @@ class SendingRooms:
     Attributes:
         table: those that are open, and what waits for others.
         draining: whether new ones are taken.
+        timers: when rooms must be looked at.
         replaced: that another start of this rank has its place at the registry: none are taken then; None if not.
     """
 
@@ -78,7 +79,7 @@ class SendingRooms:
         self.replaced: RankReplacedError | None = None
         self.draining = Draining(f"prefill engine {context.identity.engine!r}", context.now)
         self._workers = workers
-        self._timers: Timers[RoomActor] = Timers()
+        self.timers: Timers[RoomActor] = Timers()
         self._expected: dict[int, float] = {}  # open rooms that requests of decode ranks wait for, and who said so when
         self.table: RoomTable[RoomActor] = RoomTable(
             max_rooms=settings.max_rooms,
@@ -138,7 +139,7 @@ class SendingRooms:
                 is_closed=self._is_closed,
                 refusal=self._refusal(room.room),
             )
-            self._timers.set(room, room.deadline)  # before it is open: it ends, whatever interrupts the rest
+            self.timers.set(room, room.machine.deadline)  # before it is open: it ends, whatever interrupts the rest
             self._unasked.opened(room.room, self._now())
             self._context.observer.begin_sending(room.room)
             for receiver, message in self.table.add(room):
@@ -240,7 +241,7 @@ class SendingRooms:
                 why = "" if given_up is None else f", since it was given up: {given_up.error}"
                 raise PeerDisconnectedError(f"{receiver} must attach before it opens rooms{why}")
             elected = attachment.elected(message.room, self._identity.coordinates.group_rank)
-            message.checked(attachment.layout, elected, where=f"room {message.room} on {receiver}")
+            request = attachment.checked(message, elected)
         except KVFerryError as error:
             self._refuse_request(receiver, message, error)
             # The room fails there, and nobody will open it here.
@@ -250,7 +251,7 @@ class SendingRooms:
             with self._lock:
                 room = self.table.open_request(receiver, message, self._now(), rank=attachment.rank)
                 if room is not None:
-                    room.post(OpenReceived(attachment, message))
+                    room.post(OpenReceived(attachment, message, request))
         except KVFerryError as error:
             log.warning("refused room %d of %s: %s", message.room, receiver, error)
             self._refuse_request(receiver, message, error)
@@ -288,10 +289,6 @@ class SendingRooms:
                 self.take_abort(receiver, message)
             case messages.RefuseRoom():
                 self._take_refusal(receiver, message)
-
-    def set_deadline(self, room: RoomActor, deadline: float | None) -> None:
-        """Takes when a room must be looked at; None if it has ended."""
-        self._timers.set(room, deadline)
 
     def forget(self, room: RoomActor) -> None:
         """Drops a room that is done."""
@@ -377,7 +374,7 @@ class SendingRooms:
         """Lets rooms look that are due, warns of those that nobody asks for, and refuses what was opened there too long
         ago to be opened here.
         """
-        for room in self._timers.due(now):
+        for room in self.timers.due(now):
             if room.is_told_to_look:
                 continue  # its worker is held up, and it has not looked yet
             room.is_told_to_look = True

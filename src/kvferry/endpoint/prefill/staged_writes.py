@@ -1,6 +1,7 @@
-"""The staged writes of a room to one receiver: gathered sub-chunk by sub-chunk, each written into its ring in bulk.
+"""The writes of a room to one receiver: directly into its pages (`room_write`), or staged.
 
-A room does one sub-chunk in a turn and then queues again (`precedence`), so that a huge request delays a small one by a
+Staged ones are gathered sub-chunk by sub-chunk, each written into the receiver's ring in bulk.
+A room does one sub-chunk in a turn and then queues again (`due_at`), so that a huge request delays a small one by a
 sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
 holds up no room that needs another one.
 """
@@ -12,14 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from kvferry.endpoint.prefill.precedence import due_at
-from kvferry.endpoint.prefill.room_write import RoomWrite, Target
+from kvferry.endpoint.prefill.admission import due_at
+from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
-from kvferry.errors import KVFerryError, TransferTimeoutError
+from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferTimeoutError
 from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
-from kvferry.plan import Choice
-from kvferry.protocol.transfer.events import Broke, Write, WriteProgressed
+from kvferry.plan import Choice, TransferPath
+from kvferry.protocol.transfer.events import Broke, Write, WriteFailed, WriteProgressed
 from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing, Span
@@ -341,3 +342,53 @@ def _give_up(target: Target, span: Span, *, after_failure: bool = False) -> None
         after_failure=after_failure,
     )
     target.context.send(target.receiver, message)
+
+
+class ReceiverWrites:
+    """Those of a room to one receiver. Only the room's own turns use it, where nothing else is said.
+
+    Attributes:
+        direct: those into its pages.
+        staged: those through its ring.
+    """
+
+    def __init__(self, target: Target) -> None:
+        """Begins with none."""
+        self._target = target
+        self.direct = DirectWrites(target)
+        self.staged = StagedWrites(target)
+
+    def write(self, command: Write, worker: Worker, *, submitted_at: float) -> None:
+        """Begins a write: it is posted when there is memory for it, or when it is admitted.
+
+        Args:
+            submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
+        """
+        target, attachment = self._target, self._target.attachment
+        if not attachment.begin_write():
+            self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
+            return
+        begun_at = target.context.now()
+        try:
+            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
+            if choice.path is TransferPath.STAGED:
+                self.staged.write(StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at))
+                return
+        except Exception as error:
+            attachment.end_write()
+            self._fail(command, error)
+            return
+        self.direct.write(DirectWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at), worker)
+
+    def _fail(self, command: Write, error: Exception) -> None:
+        self._target.report_failure(error)
+        self._target.room.post(WriteFailed(command.receiver, command.sequence, error))
+
+    def cancel(self, error: KVFerryError, worker: Worker) -> None:
+        """Posts nothing more."""
+        self.direct.drop()
+        self.staged.cancel(error, worker)
+
+    def moved_at(self, now: float) -> float:
+        """Returns when something last got on that the writes wait for, also others' to the same receiver."""
+        return max(self.direct.moved_at, min(self.staged.moved_at, now), self._target.attachment.moved_at)
