@@ -1018,7 +1018,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "A rank that is silent while it prepares is given up, and the rooms with it",
-        "endpoint/decode/heartbeats.py",
+        "endpoint/decode/driver.py",
         "        if link.state is LinkState.READY:\n            raise",
         "        if link.state is not LinkState.GREETING:\n            raise",
         "tests/unit/endpoint/test_links.py",
@@ -1581,7 +1581,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a connection through which a refusal was told stays",
-        "endpoint/decode/refused_rooms.py",
+        "endpoint/decode/connections.py",
         "        if self._connections.are_some_unused:",
         "        if self._connections.are_some_unused and not now:",
         "tests/unit/endpoint/test_refusals.py",

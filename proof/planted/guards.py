@@ -16,10 +16,9 @@ from msgspec import structs
 from kvferry.control.process_identity import Sight
 from kvferry.endpoint.decode import quarantine
 from kvferry.endpoint.decode.arrivals import Arrivals, Scatterers, ScatterTask
-from kvferry.endpoint.decode.connections import Connections
+from kvferry.endpoint.decode.connections import Connections, Refusals, Repetition
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.decode.links import Links
-from kvferry.endpoint.decode.refused_rooms import Refusals, Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.prefill import room_actor
@@ -367,7 +366,7 @@ def _closed_connections_read(patch: pytest.MonkeyPatch) -> None:
 
     def receive(driver: Any, connection: Any, now: float) -> None:
         if connection.take_break():
-            driver.rooms.broke(connection.address, now)
+            driver.broke(connection.address, now)
         right(driver, connection, now)
 
     patch.setattr(DecodeDriver, "receive", receive)

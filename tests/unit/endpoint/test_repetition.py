@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.endpoint.decode.refused_rooms import Repetition
+from kvferry.endpoint.decode.connections import Repetition
 from kvferry.settings import Settings
 
 SETTINGS = Settings(heartbeat_interval_s=2.0, peer_timeout_s=15.0)

@@ -132,26 +132,7 @@ class VerifyTask(ArrivalTask):
         pass
 
 
-class _Scatterer(Loop):
-    def __init__(self, tasks: queue.SimpleQueue[ArrivalTask | None], work: Callable[[ArrivalTask], None]) -> None:
-        self._tasks = tasks
-        self._work = work
-
-    def has_work(self) -> bool:
-        return not self._tasks.empty()
-
-    def turn(self, *, may_wait: bool) -> bool:
-        try:
-            task = self._tasks.get(block=may_wait)
-        except queue.Empty:
-            return True
-        if task is None:
-            return False
-        self._work(task)
-        return True
-
-
-class Scatterers:
+class Scatterers(Loop):
     """Threads that run the tasks of what has arrived. There may be none: then `submit` runs them."""
 
     def __init__(
@@ -174,9 +155,7 @@ class Scatterers:
         self._kernels = kernels
         self._on_done = on_done
         self._tasks: queue.SimpleQueue[ArrivalTask | None] = queue.SimpleQueue()
-        self.threads = tuple(
-            platform.start(f"{name}-scatter-{index}", _Scatterer(self._tasks, self._work)) for index in range(count)
-        )
+        self.threads = tuple(platform.start(f"{name}-scatter-{index}", self) for index in range(count))
 
     def submit(self, task: ArrivalTask) -> None:
         """Queues a task for the threads; runs it where there are none."""
@@ -189,6 +168,18 @@ class Scatterers:
         """Ends the threads once all tasks are done."""
         for _ in self.threads:
             self._tasks.put(None)
+
+    def has_work(self) -> bool:
+        return not self._tasks.empty()
+
+    def turn(self, *, may_wait: bool) -> bool:
+        try:
+            task = self._tasks.get(block=may_wait)
+        except queue.Empty:
+            return True
+        if task is not None:
+            self._work(task)
+        return task is not None
 
     def _work(self, task: ArrivalTask) -> None:
         begun_at = self._now()
@@ -311,11 +302,6 @@ class Arrivals:
         assert self._scatterers is not None
         assert isinstance(work, ArrivalTask)
         self._scatterers.submit(work)
-
-    def drop(self, work: object) -> None:
-        """Gives back the memory of what a room does not want."""
-        assert isinstance(work, ArrivalTask)
-        work.give_back()
 
     def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: BaseException | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""

@@ -16,15 +16,18 @@ from functools import partial
 from kvferry.control.ends import Connection
 from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
+from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.threads import THREADS_END_S, Loop, RunningLoop, SleepBounds
+from kvferry.endpoint.runtime.threads import LONGEST_S, THREADS_END_S, Loop, RunningLoop, SleepBounds
 from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
 from kvferry.loggers import logger_of
-from kvferry.observe.observer import Observer
+from kvferry.observe.logs import report_silence
+from kvferry.observe.observer import Observer, Retry
 from kvferry.observe.status import StagingStatus, ThreadStatus
-from kvferry.protocol.links.link import Link
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
+from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings
@@ -40,12 +43,101 @@ _IDLE_MS = 500
 _TICK_S = 0.1
 
 
+class Heartbeats:
+    """Keeps links alive: asks prefill ranks whether they are there, and gives up those to silent or dead ones."""
+
+    def __init__(self, context: DecodeContext, links: Links) -> None:
+        """Begins with nobody silent."""
+        self._settings = context.settings
+        self._observer = context.observer
+        self._links = links
+        self._silent: frozenset[tuple[LinkKey, int]] = frozenset()  # prefill ranks whose silence was logged
+        self._lateness = Lateness()
+
+    def send(self, now: float, *, longest_sleep_s: float) -> None:
+        """Sends a heartbeat to every rank, and gives up or starts over links to those that are silent or dead.
+
+        Args:
+            longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
+        """
+        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s + LONGEST_S
+        late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
+        self._links.connections.forgive(late_s, now)
+        for link in self._links.current:
+            link.forgive(late_s, now)
+        self._report_silence(now)
+        for link in self._links.current:
+            try:
+                self._check_processes(link, now)
+                if (silent := link.silent_rank(now, self._settings.peer_timeout_s)) is not None:
+                    why = f"has been silent for {silent[1]:.1f} s (KVFERRY_PEER_TIMEOUT_S)"
+                    self._lost(link, silent[0], why, now)
+                self._links.send_all(link.ask(now))
+            except KVFerryError as error:
+                self._links.fail(link, error, now)
+
+    def renew_silent(self, now: float) -> bool:
+        """Makes connections anew whose silence has lasted half as long as it may; returns whether there were any.
+
+        The other half is for the new one to carry an answer, before the rank is given up.
+        """
+        renewed = self._links.connections.renew_silent(now, self._settings.peer_timeout_s / 2)
+        for address in renewed:
+            self._observer.retried(Retry.CONNECT)
+            self.broke(address, now)
+        return bool(renewed)
+
+    def broke(self, address: str, now: float) -> None:
+        """A connection broke: what was on its way through its links may be lost."""
+        link = self._links.connections.behind(address)
+        if link is None:
+            return
+        try:
+            self._check_processes(link, now)
+            if link.rank_at(address) is not None:
+                self._links.send_all(link.broke(address, now))
+        except KVFerryError as error:
+            self._links.fail(link, error, now)
+
+    def _report_silence(self, now: float) -> None:
+        """Logs, once for each, which prefill ranks have fallen silent."""
+        silent = {}
+        for link in self._links.current:
+            for rank in link.rank_statuses(now):
+                if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
+                    silent[link.key, rank.rank] = rank
+        for (key, number), rank in silent.items():
+            if (key, number) not in self._silent:
+                who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
+                report_silence(who, rank.endpoint, rank.silent_s)
+        self._silent = frozenset(silent)
+
+    def _check_processes(self, link: Link, now: float) -> None:
+        """Looks whether the process of one of a link's ranks is known to have ended; raises as `_lost`."""
+        for peer in link.peers:
+            if self._links.quarantine.is_gone(peer.process):
+                why = f"has ended: its process {peer.process.pid} is gone"
+                self._lost(link, link.rank_of(peer.endpoint), why, now)
+                return
+
+    def _lost(self, link: Link, rank: int | None, why: str, now: float) -> None:
+        """Starts a link over that has lost a rank before it was ready: its rooms wait for whoever is found then.
+
+        Raises:
+            PeerDisconnectedError: if it was ready, so that rooms rely on that rank.
+        """
+        if link.state is LinkState.READY:
+            raise PeerDisconnectedError(f"prefill rank {rank} of {link.key.engine!r} {why}")
+        self._links.start_over(link, now)
+
+
 class DecodeDriver(Loop):
     """Runs a decode endpoint.
 
     Attributes:
         context: what its parts share.
         rooms: all rooms, and what they rely on.
+        heartbeats: keep the links to prefill ranks alive.
         next_ping_at: when heartbeats are next sent.
         is_stopping: set once the thread is to end.
     """
@@ -88,6 +180,7 @@ class DecodeDriver(Loop):
         self._now = platform.now
         self.rooms = ReceivingRooms(self.context)
         self._links = self.rooms.links
+        self.heartbeats = Heartbeats(self.context, self._links)
         self._connections = self.rooms.links.connections
         self._next_messages_at = 0.0
         self._next_tick_at = 0.0
@@ -222,7 +315,7 @@ class DecodeDriver(Loop):
         if received:
             self._connections.record_answer(address)
         if connection.take_break():
-            self.rooms.broke(address, now)
+            self.broke(address, now)
         for data in received:
             link = self._connections.behind(address)
             if link is not None:
@@ -240,6 +333,12 @@ class DecodeDriver(Loop):
                     problem = PeerError(f"a message from {address} met {type(error).__name__}: {error}")
                     problem.__cause__ = error
                     self._links.fail(link, problem, now)
+
+    def broke(self, address: str, now: float) -> None:
+        """A connection broke: asks again what may be lost of it, or the answer."""
+        self.rooms.refusals.repeat(now, at_once=True)
+        self.heartbeats.broke(address, now)
+        self.rooms.ask_again(address, now)
 
     def _take(self, address: str, link: Link | None, message: messages.ToDecode, now: float) -> None:
         match message:
@@ -268,10 +367,10 @@ class DecodeDriver(Loop):
         self._links.release_settled_ranks(now)
         if now >= self.next_ping_at:
             self.next_ping_at = now + self.context.settings.heartbeat_interval_s
-            self.rooms.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
+            self.heartbeats.send(now, longest_sleep_s=_IDLE_MS / 1000)
             self.rooms.expected.say(now)
             if not self.rooms.open:  # what arrives for rooms that are over holds staging memory until it is taken
                 self.rooms.arrivals.take(now)
-            self.rooms.repeat(now)
+            self.rooms.repeat(now, at_once=self.heartbeats.renew_silent(now))
         if self._links.retired:
             self._links.close_retired()

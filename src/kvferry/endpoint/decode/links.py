@@ -14,11 +14,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import inf
 
-from kvferry.endpoint.decode.connections import Connections
+from kvferry.endpoint.decode.connections import Connections, Refusals, look_up, why_gone, why_not_ready
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.look_ups import look_up, why_gone, why_not_ready
 from kvferry.endpoint.decode.quarantine import Quarantine
-from kvferry.endpoint.decode.refused_rooms import Refusals
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.early_warnings import MissedEngines
 from kvferry.errors import (

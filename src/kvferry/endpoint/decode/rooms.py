@@ -10,12 +10,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 from kvferry.endpoint.construction import Draining, check_may_open, deadlines
-from kvferry.endpoint.decode.arrivals import Arrivals
+from kvferry.endpoint.decode.arrivals import Arrivals, ArrivalTask
+from kvferry.endpoint.decode.connections import Repetition, why_gone, why_not_ready
 from kvferry.endpoint.decode.context import DecodeContext
-from kvferry.endpoint.decode.heartbeats import ExpectedRooms, Heartbeats
 from kvferry.endpoint.decode.links import Links
-from kvferry.endpoint.decode.look_ups import why_gone, why_not_ready
-from kvferry.endpoint.decode.refused_rooms import Repetition
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.endpoint.transfer import Receiver
@@ -27,7 +25,8 @@ from kvferry.plan.fingerprint import checked_conditions
 from kvferry.plan.requests.demands import demands_of
 from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import AnyPages
-from kvferry.protocol.links.link import Link, LinkKey
+from kvferry.protocol.bounded import forget_oldest
+from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import (
     AbortRequested,
@@ -40,6 +39,7 @@ from kvferry.protocol.transfer.events import (
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.wire import messages
+from kvferry.protocol.wire.field_types import MAX_EXPECTED
 from kvferry.protocol.wire.registrations import EngineView
 
 log = logger_of(__name__)
@@ -51,7 +51,6 @@ class ReceivingRooms:
     Attributes:
         open: those that are not done, by number.
         links: to prefill ranks.
-        heartbeats: that keep these alive.
         refusals: of rooms that will not be opened.
         expected: rooms that will be opened later.
         arrivals: what comes for rooms.
@@ -69,7 +68,6 @@ class ReceivingRooms:
         self.is_closed = False
         self.draining = Draining(f"decode engine {context.identity.engine!r}", context.platform.now)
         self.links = Links(context, self._take_again)
-        self.heartbeats = Heartbeats(context, self.links)
         self.refusals = self.links.refusals
         self.expected = ExpectedRooms(context, self.links)
         self.open: dict[int, ReceivingRoom] = {}
@@ -260,7 +258,8 @@ class ReceivingRooms:
         self.arrivals.begin(work)
 
     def drop(self, work: object) -> None:
-        self.arrivals.drop(work)
+        assert isinstance(work, ArrivalTask)
+        work.give_back()
 
     def settle(self, room: ReceivingRoom, rank: int) -> None:
         self._context.settling.add(partial(self._post_event, room, SenderSettled(rank)))
@@ -338,10 +337,8 @@ class ReceivingRooms:
 
     # ---- messages -----------------------------------------------------------------------------------------------
 
-    def broke(self, address: str, now: float) -> None:
-        """A connection broke: asks again what may be lost of it, or the answer."""
-        self.refusals.repeat(now, at_once=True)
-        self.heartbeats.broke(address, now)
+    def ask_again(self, address: str, now: float) -> None:
+        """A connection broke: repeats aborts that may be lost of it, or whose answers may be."""
         links = self.links.connections.through(address)
         for room, again in list(self._ended.items()):
             if room.link in links and again.is_due(now, at_once=True):
@@ -378,21 +375,63 @@ class ReceivingRooms:
             else:
                 room.apply(Tick(), now)
 
-    def repeat(self, now: float) -> None:
+    def repeat(self, now: float, *, at_once: bool) -> None:
         """Asks again what was not answered: a connection that broke, or was silent, may have lost it or the answer.
 
         Rooms that hold no pages are forgotten where it was not answered for too long.
+
+        Args:
+            at_once: whether all of it is due: connections were made anew.
         """
-        are_renewed = self.heartbeats.renew_silent(now)
-        self.refusals.repeat(now, at_once=are_renewed)
+        self.refusals.repeat(now, at_once=at_once)
         self.links.ask_about_lost_ranks(now)
         for room, again in list(self._ended.items()):
             if now >= again.until and room in self._unanswered:
                 room.apply(AnswersOverdue(), now)
-            elif again.is_due(now, at_once=are_renewed):
+            elif again.is_due(now, at_once=at_once):
                 self._ask_to_stop(room, now)
 
     def _ask_to_stop(self, room: ReceivingRoom, now: float) -> None:
         """Repeats a room's aborts to ranks that have not answered."""
         for rank in room.machine.unanswered:
             room.ask_to_stop(rank, now)
+
+
+class ExpectedRooms:
+    """The rooms that will be opened here later: requests of this rank's caller wait until they can have pages.
+
+    With every heartbeat it is said which they are: prefill ranks keep their caches. All of them are said again each
+    time: what a prefill rank has heard of late counts, and nothing else. So those of a rank that dies end by
+    themselves.
+
+    Attributes:
+        rooms: their prefill engines, the oldest first.
+    """
+
+    def __init__(self, context: DecodeContext, links: Links) -> None:
+        """Begins with none."""
+        self._settings = context.settings
+        self._links = links
+        self.rooms: dict[int, LinkKey] = {}
+
+    def add(self, room: int, key: LinkKey, now: float) -> None:
+        """Takes a room that will be opened, or refused."""
+        self.rooms[room] = key
+        forget_oldest(self.rooms, self._settings.max_rooms)
+        self._links.to(key, now + self._settings.bootstrap_timeout_s)
+
+    def forget(self, room: int) -> None:
+        """Drops a room that is opened or refused."""
+        self.rooms.pop(room, None)
+
+    def say(self, now: float) -> None:
+        """Tells the prefill ranks that are connected, and has the others connected."""
+        by_engine: dict[LinkKey, list[int]] = {}
+        for room, key in self.rooms.items():
+            by_engine.setdefault(key, []).append(room)
+        for key, rooms in by_engine.items():
+            link = self._links.to(key, now + self._settings.bootstrap_timeout_s)
+            if link.state is LinkState.READY:
+                for start in range(0, len(rooms), MAX_EXPECTED):
+                    message = messages.ExpectRooms(rooms=tuple(rooms[start : start + MAX_EXPECTED]))
+                    self._links.send_all(link.tell(message))
