@@ -485,7 +485,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a missing pod proves its end",
-        "protocol/links/pods.py",
+        "protocol/links/proofs.py",
         'if node_name is None:\n        return ""',
         'if node_name is None:\n        return "" if found is not None else "it is not there"',
         "tests/unit/protocol/test_pods.py",

@@ -39,7 +39,7 @@ from kvferry.errors import KVFerryError, PageError, TransferTimeoutError
 from kvferry.plan import Unit
 from kvferry.plan.requests.chunks import Chunk
 from kvferry.plan.requests.moves import Move, moves_of
-from kvferry.protocol.links import link, pods
+from kvferry.protocol.links import link, proofs
 from kvferry.protocol.links.proofs import LostRanks
 from kvferry.protocol.links.rank_link import RankLink
 from kvferry.protocol.links.reliable_channel import DecodeChannels, ReliableChannel
@@ -259,9 +259,9 @@ def _hidden_is_dead(patch: pytest.MonkeyPatch) -> None:
 
 def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
     """A pod whose object was deleted is taken for one that has ended."""
-    right = pods.why_ended
+    right = proofs.why_ended
 
-    def why_ended(pod: PodIdentity, found: pods.PodObject | None, *node: Any) -> str:
+    def why_ended(pod: PodIdentity, found: proofs.PodObject | None, *node: Any) -> str:
         return right(pod, found, *node) if found is not None else "there is no such pod"
 
     patch.setattr(quarantine, "why_ended", why_ended)
@@ -269,7 +269,7 @@ def _missing_pod_is_dead(patch: pytest.MonkeyPatch) -> None:
 
 def _phase_is_proof(patch: pytest.MonkeyPatch) -> None:
     """A pod that a controller says has failed is taken for one that has ended."""
-    patch.setattr(pods, "_all_terminated", lambda found: True)
+    patch.setattr(proofs, "_all_terminated", lambda found: True)
 
 
 def _slots_reused_at_once(patch: pytest.MonkeyPatch) -> None:

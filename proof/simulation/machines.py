@@ -22,7 +22,7 @@ from kvferry.layout import Device, RankLayout, Region
 from kvferry.observe.status import ThreadStatus
 from kvferry.plan import PathCosts
 from kvferry.plan.packing import BlockShape
-from kvferry.protocol.links.pods import NodeObject, PodObject
+from kvferry.protocol.links.proofs import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
 from kvferry.protocol.wire.versions import SPOKEN, Versions

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvferry.protocol.links.pods import (
+from kvferry.protocol.links.proofs import (
     OUT_OF_SERVICE,
     Condition,
     ContainerState,

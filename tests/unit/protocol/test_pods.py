@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvferry.protocol.links.pods import KnownPods, NodeObject, PodObject, why_ended
+from kvferry.protocol.links.proofs import KnownPods, NodeObject, PodObject, why_ended
 from kvferry.protocol.wire.field_types import PodIdentity
 
 POD = PodIdentity(uid="u-1", name="prefill-0", namespace="serving", container="3f2a")

@@ -19,7 +19,7 @@ from pydantic import Field
 from kvferry.answers import request
 from kvferry.control.credentials import bearing
 from kvferry.errors import OrchestratorError, quoted
-from kvferry.protocol.links.pods import NodeObject, PodObject
+from kvferry.protocol.links.proofs import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity
 from kvferry.settings import OwnSettings, Settings
 

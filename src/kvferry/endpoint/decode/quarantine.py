@@ -1,7 +1,7 @@
 """Prefill ranks that were lost and may still write, and what they might write to, until their end is proved.
 
 What the settings declare as proof is asked for: this machine at once, operators and Kubernetes from a thread of their
-own, at most one round at a time. Which answers are proof `protocol.links.proofs` and `protocol.links.pods` know.
+own, at most one round at a time. Which answers are proof `protocol.links.proofs` knows.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from kvferry.loggers import logger_of
 from kvferry.observe.status import LostPeerStatus
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.links.link import Link
-from kvferry.protocol.links.pods import KnownPods, why_ended
-from kvferry.protocol.links.proofs import LostRanks, Proof, Reach
+from kvferry.protocol.links.proofs import KnownPods, LostRanks, Proof, Reach, why_ended
 from kvferry.protocol.wire.field_types import PodIdentity, ProcessIdentity
 from kvferry.protocol.wire.messages import Attached, Welcome
 
