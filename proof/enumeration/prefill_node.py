@@ -117,7 +117,7 @@ class PrefillNode:
 
     def unacknowledged(self, decode: int) -> bool:
         """Whether a message to a decode rank may be lost."""
-        return self._connections.channels.is_unacknowledged(decode_name(decode))
+        return self._connections.channels.channel_to(decode_name(decode)).has_unacknowledged
 
     def handle(self, event: Event) -> list[Output]:
         """Takes an event of the enumeration."""

@@ -289,7 +289,7 @@ def test_a_waker_finds_what_is_handed_in_while_it_goes_to_rest():
             if handed_in:
                 waker.stop()
 
-        queue: Any = SimpleNamespace(watch_by=lambda waker: None, rouse=rouse)
+        queue: Any = SimpleNamespace(rouse=rouse)
         waker = Waker([queue])
 
         def wake() -> None:

@@ -75,11 +75,7 @@ class EndpointTelemetry:
         """Prepares what the settings ask for; `start` serves it.
 
         Args:
-            side: which of the two the endpoint is.
-            engine: its engine's name.
-            rank: which of its ranks.
-            settings: what it was made with.
-            status: where it stands now.
+            status: where the endpoint stands now.
             drain: drains it, for an operator who may.
 
         Raises:
@@ -137,8 +133,24 @@ def _spans(engine: str, rank: int) -> Observer:
 EndpointT = TypeVar("EndpointT", bound="Endpoint")
 
 
+class Rooms(Protocol):
+    """The rooms of an endpoint, as far as both sides have it."""
+
+    @property
+    def draining(self) -> Draining:
+        """How far a drain is."""
+
+    @property
+    def is_drained(self) -> bool:
+        """Whether it has drained; see `Endpoint.is_drained`."""
+
+
 class Driver(Protocol):
-    """What runs an endpoint, as far as both sides have it."""
+    """What runs an endpoint, likewise."""
+
+    @property
+    def rooms(self) -> Rooms:
+        """All rooms."""
 
     @property
     def health(self) -> tuple[ThreadStatus, ...]:
@@ -293,7 +305,7 @@ class Endpoint(ABC):
         self._check_process()
         if not grace_s >= 0 or (timeout_s is not None and not timeout_s >= 0):
             raise UsageError(f"timeout_s is {timeout_s} and grace_s {grace_s}: neither may be negative")
-        is_first = self._draining.begin(grace_s=grace_s, timeout_s=timeout_s)
+        is_first = self._driver.rooms.draining.begin(grace_s=grace_s, timeout_s=timeout_s)
         if is_first:
             log.info(
                 "%s rank %d of %r drains: %d rooms are open", self._side.value, self.engine_rank, self.engine,
@@ -305,11 +317,6 @@ class Endpoint(ABC):
         """Drains as the settings say, for an operator who says so at the registry or at the observe server."""
         self.drain(self.settings.drain_timeout_s, grace_s=self.settings.drain_grace_s)
 
-    @property
-    @abstractmethod
-    def _draining(self) -> Draining:
-        """How far a drain is."""
-
     @abstractmethod
     def _go_on_draining(self) -> None:
         """Does at once what else a drain takes. Returns soon."""
@@ -317,15 +324,15 @@ class Endpoint(ABC):
     @property
     def is_draining(self) -> bool:
         """Whether `drain` was called, or an operator has said so."""
-        return self._draining.has_begun
+        return self._driver.rooms.draining.has_begun
 
     @property
-    @abstractmethod
     def is_drained(self) -> bool:
-        """Whether it drains, takes no new rooms and nothing is open any more, on this rank or of what peers wait for.
+        """Whether it drains, takes no new rooms, and nothing is open here or to peers any more, or may be written to.
 
         For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
         """
+        return self._driver.rooms.is_drained
 
     def wait_drained(self, timeout_s: float | None = None) -> bool:
         """Waits until the endpoint has drained, for scripts.

@@ -101,15 +101,16 @@ class Heartbeats:
 
     def _report_silence(self, now: float) -> None:
         """Logs, once for each, which prefill ranks have fallen silent."""
-        silent = {}
-        for link in self._links.current:
-            for rank in link.rank_statuses(now):
-                if rank.silent_s > 2 * self._settings.heartbeat_interval_s:
-                    silent[link.key, rank.rank] = rank
+        silent = {
+            (link.key, number): rank
+            for link in self._links.current
+            for number, rank in link.ranks.items()
+            if rank.silent_s(now) > 2 * self._settings.heartbeat_interval_s
+        }
         for (key, number), rank in silent.items():
             if (key, number) not in self._silent:
                 who = f"prefill rank {number} of {key.engine!r} ({rank.endpoint or 'not connected yet'})"
-                report_silence(who, rank.endpoint, rank.silent_s)
+                report_silence(who, rank.endpoint or "", rank.silent_s(now))
         self._silent = frozenset(silent)
 
     def _check_processes(self, link: Link, now: float) -> None:
@@ -155,12 +156,6 @@ class DecodeDriver(Loop):
         registry: Registry,
     ) -> None:
         """Registers the memory and starts the thread.
-
-        Args:
-            transport: takes what arrives.
-            platform: the machine.
-            observer: is told what happens.
-            registry: where prefill engines are looked up.
 
         Raises:
             SettingsError: if a setting is impossible.

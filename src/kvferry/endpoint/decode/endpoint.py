@@ -9,7 +9,7 @@ from typing import SupportsIndex
 
 from kvferry.control.registry import Registry
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import Draining, checked_room
+from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.decode.driver import DecodeDriver
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import check_may_wait
@@ -239,20 +239,8 @@ class DecodeEndpoint(Endpoint):
             quarantine=rooms.quarantine(now),
         )
 
-    @property
-    def _draining(self) -> Draining:
-        return self._driver.rooms.draining
-
     def _go_on_draining(self) -> None:
         self._driver.rooms.drain()
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether it drains, takes no new rooms, and nothing is open or may still be written to.
-
-        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
-        """
-        return self._driver.rooms.is_drained
 
     def _closing(self) -> Closing:
         if self._has_closed:

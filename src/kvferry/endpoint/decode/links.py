@@ -38,22 +38,8 @@ from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import ConnectFailed, SenderDrained
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration
-from kvferry.staging.receiving import ReceivingStaging
 
 log = logger_of(__name__)
-
-
-class _Offers:
-    """Staging memory to offer to prefill ranks, which hear through their links what was read of it."""
-
-    def __init__(self, staging: ReceivingStaging, send: Callable[[str, messages.NumberedToPrefill], None]) -> None:
-        self._staging = staging
-        self._send = send
-        self.metadata = staging.metadata
-        self.attached = staging.attached
-
-    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
-        return self._staging.offer(endpoint, source, pieces, partial(self._send, endpoint))
 
 
 @dataclass(eq=False, slots=True)
@@ -74,6 +60,8 @@ class Caller:
 class Links:
     """The links of a decode endpoint: at most one to a group of prefill ranks, and those that were given up.
 
+    To them it is what offers staging memory (`RingOffers`).
+
     Attributes:
         retired: those that were given up, and that messages may still have to pass through.
         connections: what they go through.
@@ -84,6 +72,8 @@ class Links:
         context: what the endpoint's parts share.
         callers: who waits for a link.
         next_attempt: numbers the attempts to attach.
+        metadata: returns the transport's metadata, with all memory that was offered.
+        attached: records that a prefill rank has attached.
     """
 
     def __init__(
@@ -103,7 +93,8 @@ class Links:
         self.connections = Connections(context.end, context.identity.endpoint)
         self.quarantine = Quarantine(context)
         self.refusals = Refusals(context, self.connections)
-        self._offers = _Offers(context.staging, self.send)
+        self.metadata = context.staging.metadata
+        self.attached = context.staging.attached
         self.rooms_of: dict[Link, dict[ReceivingRoom, None]] = {}
         self._current: dict[LinkKey, Link] = {}
         self.retired: list[Link] = []
@@ -132,10 +123,10 @@ class Links:
         """Returns the status of every prefill rank that is connected or looked up."""
         shown = []
         for link in list(self._current.values()):
-            engine, state, ranks = link.key.engine, link.state, link.rank_statuses(now)
+            engine, state, ranks = link.key.engine, link.state, list(link.ranks.values())
             for rank in ranks:
-                name, is_ready = rank.endpoint or f"{engine}/{rank.rank}", state is LinkState.READY
-                shown.append(PeerStatus(name=name, state=state.value, is_ready=is_ready, silent_s=rank.silent_s))
+                name, is_ready = rank.endpoint or f"{engine}/{rank.number}", state is LinkState.READY
+                shown.append(PeerStatus(name=name, state=state.value, is_ready=is_ready, silent_s=rank.silent_s(now)))
             if not ranks:
                 name, problem = f"{engine}/dp{link.key.dp_rank}", str(link.problem or "")
                 shown.append(PeerStatus(name=name, state=state.value, is_ready=False, silent_s=0.0, problem=problem))
@@ -193,6 +184,10 @@ class Links:
                 self.send_all(link.send(rank, message))
                 return
 
+    def offer(self, endpoint: str, source: RankLayout, pieces: tuple[Piece, ...]) -> messages.Staging:
+        """Returns the staging memory to offer a prefill rank, which hears through its link what was read of it."""
+        return self.context.staging.offer(endpoint, source, pieces, partial(self.send, endpoint))
+
     def send_all(self, sends: Iterable[Send]) -> None:
         """Sends what a link says is to be sent."""
         for each in sends:
@@ -207,7 +202,7 @@ class Links:
             link = self._current[key] = Link(
                 key,
                 self.context.identity,
-                self._offers,
+                self,
                 next_attempt=self.next_attempt,
                 can_prove_end=self.quarantine.can_prove_end,
                 deadline=deadline,

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import SupportsIndex
 
 from kvferry.endpoint.base import Endpoint
-from kvferry.endpoint.construction import Draining, checked_room
+from kvferry.endpoint.construction import checked_room
 from kvferry.endpoint.prefill.driver import PrefillDriver, Registration
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.transfer import Sender
@@ -138,21 +138,9 @@ class PrefillEndpoint(Endpoint):
             bytes_in_flight=self._driver.bytes_in_flight(staging),
         )
 
-    @property
-    def _draining(self) -> Draining:
-        return self._driver.rooms.draining
-
     def _go_on_draining(self) -> None:
         self._driver.drain()
         self._driver.wake()
-
-    @property
-    def is_drained(self) -> bool:
-        """Whether it drains, takes no new rooms and nothing is open any more, on this rank or of what peers wait for.
-
-        For schedulers to poll. A room takes all ranks of its engine: close none of them before all have drained.
-        """
-        return self._driver.rooms.is_drained
 
     @property
     def _not_found(self) -> str:

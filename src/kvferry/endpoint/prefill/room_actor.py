@@ -110,7 +110,7 @@ class UnreadChunks:
             is_ready = self._unready[0].is_ready
             assert is_ready is not None
             self._awaited = Awaited(is_ready, self._came, self._room)
-            worker.await_signal(self._awaited)
+            worker.signals.add(self._awaited)
 
     def signalled(self, error: BaseException | None, now: float, code: CallersCode) -> BaseException | None:
         """Takes note that the first signal has come, and looks at those behind it.
@@ -317,11 +317,6 @@ class RoomActor(Actor, SendingRoom[Worker]):
         """Chunks that wait for receivers or for a turn, or of which a write is deferred: always the last ones."""
         waiting = [self.machine.first_waiting, *(each.direct.deferred_chunk for each in self._receivers.values())]
         return self.chunks - min((chunk for chunk in waiting if chunk is not None), default=self.chunks)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether its transfer has ended, though writes may still be in flight. May be read from any thread."""
-        return self.machine.state.is_final
 
     @property
     def waits_for_memory(self) -> bool:

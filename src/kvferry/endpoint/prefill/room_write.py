@@ -94,6 +94,7 @@ class RoomWrite:
 
     Attributes:
         command: what is to be written.
+        receiver: whose memory is written.
         target: the receiver.
         choice: its path, and why.
         submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
@@ -104,6 +105,7 @@ class RoomWrite:
     def __init__(self, command: Write, target: Target, choice: Choice, *, submitted_at: float, begun_at: float) -> None:
         """Begins with nothing posted."""
         self.command = command
+        self.receiver = command.receiver
         self.target = target
         self.choice = choice
         self.parts: list[PartRecord] = []
@@ -131,11 +133,11 @@ class RoomWrite:
             is_read: as in `WatchedWrite.failed`.
         """
         if may_arrive:  # before anything is said of the room when it is forgotten
-            self.target.context.broken_off.add(self.target.receiver)
+            self.target.context.broken_off.add(self.receiver)
         if not self._is_reported:
             self._is_reported = True
             self.target.report_failure(error, is_read=is_read)
-        return WriteFailed(self.command.receiver, self.command.sequence, error, may_arrive)
+        return WriteFailed(self.receiver, self.command.sequence, error, may_arrive)
 
     def end(self, error: Exception | None) -> SenderEvent | None:
         """Ends it: nothing of it is on its way. Returns the event for the room's machine; None if it ended before.
@@ -149,7 +151,7 @@ class RoomWrite:
         if error is not None:
             return self.failure(error)
         self.target.room.keep(self._record())
-        return WriteDone(self.command.receiver, self.command.sequence)
+        return WriteDone(self.receiver, self.command.sequence)
 
     def drop(self) -> None:
         """Ends it, before it has ended otherwise, where nobody waits for that."""
@@ -158,7 +160,7 @@ class RoomWrite:
 
     def _record(self) -> WriteRecord:
         return WriteRecord(
-            receiver=self.command.receiver,
+            receiver=self.receiver,
             path=self.choice.path,
             why=self.choice.reason,
             total_bytes=sum(part.num_bytes for part in self.parts),
@@ -182,11 +184,6 @@ class DirectWrite(RoomWrite):
     transfer: TransferHandle
     _admitted: Admitted | None
     _part: Callable[..., PartRecord]
-
-    @property
-    def receiver(self) -> str:
-        """Whose memory is written."""
-        return self.command.receiver
 
     def post(self, admitted: Admitted, worker: Worker) -> None:
         """Posts it, in the room's turn."""

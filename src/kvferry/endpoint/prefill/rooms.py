@@ -204,7 +204,7 @@ class SendingRooms:
         with self._lock:
             rooms, pending = list(self.table.rooms.values()), self.table.give_up_pending()
         for room in rooms:
-            if not room.has_ended:
+            if not room.state.is_final:
                 room.post(AbortRequested(reason))
         for receiver, message in pending:
             self._fail(receiver, message, TransferAbortedError(reason))

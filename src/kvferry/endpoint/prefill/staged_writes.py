@@ -71,7 +71,7 @@ class StagedPart:
     @property
     def receiver(self) -> str:
         """Whose memory is written."""
-        return self.write.command.receiver
+        return self.write.receiver
 
     def done(self, report: TransferReport) -> None:
         """Gives the slot back: it is in the receiver's ring."""
@@ -156,7 +156,7 @@ class StagedWrite(RoomWrite):
         begun_at = context.now()
         try:
             gathered = self._gathering.gather(slot.address, span, epoch=peer.epoch)
-            notification = context.encoded(self.command.receiver, gathered.notification)
+            notification = context.encoded(self.receiver, gathered.notification)
         except Exception as error:  # nothing was posted
             worker.memory.give_back(slot)
             _give_up(self.target, span)
@@ -176,7 +176,7 @@ class StagedWrite(RoomWrite):
         part = StagedPart(self, slot, worker.memory, span, record)
         source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
         try:
-            part.transfer = context.transport.write(source, self.command.receiver, to, notification)
+            part.transfer = context.transport.write(source, self.receiver, to, notification)
         except Exception as error:
             worker.post_raised(part, error)
             return part

@@ -95,6 +95,7 @@ class RunQueue:
 
     Attributes:
         waiting: the workers that sleep.
+        waker: looks after what is handed in, once there is one.
     """
 
     def __init__(self) -> None:
@@ -105,7 +106,7 @@ class RunQueue:
         self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
         self._hand_out = threading.Lock()
-        self._waker: Waker | None = None
+        self.waker: Waker | None = None
         # Each step takes a lock out of those that wait, and releases it: in one call, which no signal interrupts.
         self._wake_next = map(_release, iter(self.waiting.pop, None))
 
@@ -121,12 +122,8 @@ class RunQueue:
         that takes an actor posts the event first; if all sleep, the `Waker` wakes one.
         """
         self._handed_in.append((actor, event))
-        if self._waker is not None:
-            self._waker.look()
-
-    def watch_by(self, waker: Waker) -> None:
-        """Has a waker look after what is handed in."""
-        self._waker = waker
+        if self.waker is not None:
+            self.waker.look()
 
     def rouse(self) -> None:
         """Wakes a worker if an event was handed in that none has posted yet."""
@@ -207,7 +204,7 @@ class Waker(Loop):
         # Held while it rests, and released by the first who has something for it. An event would cost callers more.
         self._rests_on: deque[threading.Lock] = deque()
         for run_queue in queues:
-            run_queue.watch_by(self)
+            run_queue.waker = self
 
     @property
     def is_resting(self) -> bool:

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
-from kvferry.endpoint.runtime.callers_code import Awaited, AwaitedSignals, CallersCode
+from kvferry.endpoint.runtime.callers_code import AwaitedSignals, CallersCode
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SleepBounds
@@ -226,6 +226,7 @@ class Worker(Loop):
 
     Attributes:
         code: runs what looks at signals, which are the caller's.
+        signals: those that it looks at until they come, or are dropped, for actors that run on it.
     """
 
     def __init__(
@@ -251,7 +252,7 @@ class Worker(Loop):
         self._writes = WritesInFlight(transport, self._failed)
         self._settling = settling
         self.code = CallersCode(now)
-        self._signals = AwaitedSignals(self.code, bind_thread)
+        self.signals = AwaitedSignals(self.code, bind_thread)
         self._is_stopping = False
         self._last_news_at = time.monotonic()
 
@@ -279,10 +280,6 @@ class Worker(Loop):
         else:
             self._settle(write, error, is_read=True)
 
-    def await_signal(self, signal: Awaited) -> None:
-        """Looks at a signal until it comes, or is dropped. For actors that run on this worker."""
-        self._signals.add(signal)
-
     def _failed(self, write: WatchedWrite, error: Exception) -> None:
         if self._transport.may_deliver_late:
             self._settle(write, error, is_read=False)
@@ -297,7 +294,7 @@ class Worker(Loop):
         return self._run_queue.has_any or self._is_stopping
 
     def polls(self) -> bool:
-        return self._has_writes or bool(self._signals)
+        return self._has_writes or bool(self.signals)
 
     @property
     def _has_writes(self) -> bool:
@@ -308,7 +305,7 @@ class Worker(Loop):
             return False
         has_taken = self._take_one(may_wait=may_wait)
         has_settled = bool(self._settling) and self._settling.look()
-        has_come = bool(self._signals) and self._signals.look()
+        has_come = bool(self.signals) and self.signals.look()
         if self._writes.look(has_time=not has_taken) or has_settled or has_taken or has_come:
             self._last_news_at = time.monotonic()
         return True

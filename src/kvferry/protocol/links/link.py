@@ -19,7 +19,7 @@ from kvferry.errors import IncompatiblePeerError, KVFerryError, LayoutError, Pee
 from kvferry.layout import RankLayout
 from kvferry.layout.interval import volume
 from kvferry.plan import Piece, described_alike, elect_writer, pieces_for_receiver
-from kvferry.protocol.links.rank_link import RankLink, RankStatus, Send
+from kvferry.protocol.links.rank_link import RankLink, Send
 from kvferry.protocol.links.reliable_channel import ReliableChannel
 from kvferry.protocol.transfer.events import Connected
 from kvferry.protocol.wire import codec, field_types, messages
@@ -360,10 +360,6 @@ class Link:
             if rank.is_on(process.machine) and rank.process != process
         ]
 
-    def rank_statuses(self, now: float) -> list[RankStatus]:
-        """Returns what was observed of the group's ranks; none while they are looked up. For any thread."""
-        return [rank.status(now) for rank in list(self.ranks.values())]
-
     def record_answer(self, address: str) -> None:
         """Records that a message came from the rank at an address, which is therefore alive."""
         self._at[address].asked_at = None
@@ -392,8 +388,8 @@ class Link:
     def silent_rank(self, now: float, limit_s: float) -> tuple[int, float] | None:
         """Returns a rank that has not answered for longer than the limit, and for how long; None if there is none."""
         for number, rank in self.ranks.items():
-            if rank.asked_at is not None and now - rank.asked_at > limit_s:
-                return number, now - rank.asked_at
+            if (silent_s := rank.silent_s(now)) > limit_s:
+                return number, silent_s
         return None
 
     def start_over(self, now: float) -> list[messages.Welcome]:

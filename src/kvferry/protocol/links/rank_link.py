@@ -27,20 +27,6 @@ class Send:
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankStatus:
-    """What a decode rank has observed of a prefill rank.
-
-    Attributes:
-        endpoint: its name; empty until it has answered for the first time.
-        silent_s: for how long an answer has been due.
-    """
-
-    rank: int
-    endpoint: str
-    silent_s: float
-
-
 @dataclass(slots=True)
 class RankLink:
     """One prefill rank of the group.
@@ -88,10 +74,10 @@ class RankLink:
         """Whether it is known to be on a machine, and can check processes there."""
         return self.process is not None and self.process.machine == machine
 
-    def status(self, now: float) -> RankStatus:
-        """Returns what was observed of it. For any thread."""
+    def silent_s(self, now: float) -> float:
+        """Returns for how long an answer has been due, in seconds. For any thread."""
         asked_at = self.asked_at
-        return RankStatus(self.number, self.endpoint or "", max(0.0, now - asked_at) if asked_at is not None else 0.0)
+        return max(0.0, now - asked_at) if asked_at is not None else 0.0
 
     def check(self, welcome: messages.Welcome, mine: Identity) -> tuple[str, ...]:
         """Checks who has answered, and what it holds. Returns what differs because an operator lets it, in words.

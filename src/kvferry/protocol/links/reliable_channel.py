@@ -209,10 +209,6 @@ class DecodeChannels:
         channel = self.channel_to(receiver)
         return channel.is_closed and channel.epoch >= attempt
 
-    def is_unacknowledged(self, receiver: str) -> bool:
-        """Whether a message to a decode rank may not have come."""
-        return self.channel_to(receiver).has_unacknowledged
-
     def close(self, receiver: str) -> None:
         """Ends the channel to a decode rank that is not attached any more."""
         self.channel_to(receiver).close()
