@@ -279,9 +279,9 @@ CATALOGUE = (
     PlantedFault(
         "a sub-chunk is scattered before it has arrived: its notification goes beside the write, and not behind it",
         "endpoint/prefill/staged_writes.py",
-        "notification = context.encoded(self.command.receiver, gathered.notification)",
+        "notification = context.encoded(self.receiver, gathered.notification)",
         "notification = context.transport.notify(\n"
-        "                self.command.receiver, context.encoded(self.command.receiver, gathered.notification)\n"
+        "                self.receiver, context.encoded(self.receiver, gathered.notification)\n"
         '            ) or b""',
         "tests/unit/staging/test_order_on_device.py",
     ),

@@ -58,6 +58,7 @@ class ReceivingRoom:
     """A room's state machine and what belongs to it. Owned by the driver thread, where its turns are.
 
     Attributes:
+        room: its number.
         places: where in its pages what arrives belongs.
         port: does what it wants done outside of itself.
         receivers: how many decode ranks open it.
@@ -68,6 +69,7 @@ class ReceivingRoom:
     """
 
     machine: ReceiverMachine
+    room: int = field(init=False)
     generation: int
     groups: tuple[GroupRequest, ...]
     tokens: int | None
@@ -82,10 +84,8 @@ class ReceivingRoom:
     open_numbers: dict[int, int] = field(default_factory=dict)
     _placed: list[PlacedRecord] = field(default_factory=list)
 
-    @property
-    def room(self) -> int:
-        """Its number."""
-        return self.machine.room
+    def __post_init__(self) -> None:
+        self.room = self.machine.room
 
     @property
     def waits_for_link(self) -> bool:

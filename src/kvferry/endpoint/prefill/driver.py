@@ -194,8 +194,6 @@ class PrefillDriver(Loop):
 
         Args:
             transport: moves the bytes; closed by the control thread, once nothing is on its way any more.
-            platform: the machine.
-            observer: is told what happens.
             registration: where decode ranks find this one; hears how far a drain is, and says who has its place.
 
         Raises:
@@ -287,10 +285,6 @@ class PrefillDriver(Loop):
             used_bytes=sum(ring.in_use for ring in rings),
             waiting_rooms=sum(room.waits_for_memory for room in self.rooms.all()) if rings else 0,
         )
-
-    def bytes_in_flight(self, staging: StagingStatus) -> int:
-        """Returns the bytes that were posted, or wait in rings, and that decode ranks do not have yet."""
-        return self.context.admission.num_bytes + staging.used_bytes
 
     def renew(self, fingerprint: Mapping[str, str], reason: str) -> None:
         """Changes the fingerprint, see `Endpoint.renew`. Returns once no decode rank is attached that saw another."""

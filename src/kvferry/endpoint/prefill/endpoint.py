@@ -135,7 +135,7 @@ class PrefillEndpoint(Endpoint):
             peers=[peer.status(now) for peer in self._driver.ranks.peers()],
             staging=staging,
             pending_rooms=self._driver.rooms.table.num_pending,
-            bytes_in_flight=self._driver.bytes_in_flight(staging),
+            bytes_in_flight=self._driver.context.admission.num_bytes + staging.used_bytes,
         )
 
     def _go_on_draining(self) -> None:

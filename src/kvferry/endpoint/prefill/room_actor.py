@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol, TypeAlias
 
@@ -20,7 +20,7 @@ from kvferry.endpoint.runtime.workers import Worker, WorkerPool
 from kvferry.endpoint.transfer import RoomReport, Sender
 from kvferry.errors import TransferFailedError
 from kvferry.layout import Shard
-from kvferry.observe.records import SenderStats, WriteRecord
+from kvferry.observe.records import WriteRecord
 from kvferry.observe.status import RoomStatus
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, components_by_group, joined
 from kvferry.plan.requests.moves import ReceiverRequest
@@ -242,7 +242,6 @@ class RoomActor(Actor, SendingRoom[Worker]):
         )
         self._writes: list[WriteRecord] = []
         self._report = RoomReport(machine.room, context.observer, context.now())
-        self._last_submitted_at: float | None = None
         self.chunks = 0
         self.is_told_to_look = False
         self._pages = 0  # that were handed in
@@ -383,7 +382,7 @@ class RoomActor(Actor, SendingRoom[Worker]):
         chunk = ready.chunk.chunk()
         self._submitted_at[chunk.number] = ready.ready_at
         if chunk.is_last:
-            self._last_submitted_at = ready.last_ready_at
+            self.sender.stats = replace(self.sender.stats, last_submitted_at=ready.last_ready_at)
         for part in chunk.parts:
             if part.stop > self._next_pages.get(part.group, 0):  # else they come again, with other layers
                 self._next_pages[part.group] = part.stop
@@ -452,16 +451,11 @@ class RoomActor(Actor, SendingRoom[Worker]):
         machine = self.machine
         self._rooms.timers.set(self, machine.deadline)
         self.sender._proceed(self.chunks, waiting=self.waiting_chunks, is_drained=machine.is_drained)
-        stats = self.sender.stats
-        if machine.state.is_final or stats.last_submitted_at != self._last_submitted_at:
-            ended_at = (stats.ended_at or self._context.now()) if machine.state.is_final else None
-            self.sender.stats = SenderStats(
-                opened_at=stats.opened_at,
-                last_submitted_at=self._last_submitted_at,
-                ended_at=ended_at,
-                writes=tuple(self._writes) if machine.state.is_final else (),
-            )
-            if ended_at is not None and stats.ended_at is None:
+        if machine.state.is_final:
+            stats = self.sender.stats
+            ended_at = self._context.now() if stats.ended_at is None else stats.ended_at
+            self.sender.stats = replace(stats, ended_at=ended_at, writes=tuple(self._writes))
+            if stats.ended_at is None:
                 self._report.end()
                 self._context.observer.sent(self.room, self.sender.stats, machine.error)
         if machine.is_done:

@@ -95,21 +95,16 @@ class RankRegistration(msgspec.Struct, frozen=True, kw_only=True):
         if self.instance:
             check_instance(self.instance)
         # Numbers of thousands of digits arrive from JSON unharmed, and then cannot be printed.
-        coordinates = self.coordinates
+        coordinates, newest = self.coordinates, self.newest_protocol_version
         sizes = (coordinates.tp_size, coordinates.cp_size, coordinates.pp_size, coordinates.dp_size)
         if max(sizes) > _LARGEST_PARALLEL_SIZE:
             raise SettingsError(f"one of tp_size, cp_size, pp_size and dp_size is above {_LARGEST_PARALLEL_SIZE}")
         if not 0 <= self.protocol_version <= _LARGEST_PROTOCOL_VERSION:
             raise SettingsError(f"protocol_version is {self.protocol_version}: it must lie in [0, 2**31)")
-        if not (self.newest_protocol_version == 0 or self._newest_is_possible):
+        if not (newest == 0 or self.protocol_version <= newest <= _LARGEST_PROTOCOL_VERSION):
             raise SettingsError(
-                f"newest_protocol_version is {self.newest_protocol_version}: it must be 0, or lie in "
-                f"[{self.protocol_version}, 2**31)"
+                f"newest_protocol_version is {newest}: it must be 0, or lie in [{self.protocol_version}, 2**31)"
             )
-
-    @property
-    def _newest_is_possible(self) -> bool:
-        return self.protocol_version <= self.newest_protocol_version <= _LARGEST_PROTOCOL_VERSION
 
     @property
     def spoken(self) -> Versions:
