@@ -294,9 +294,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a span of the ring is written to again while it is being scattered",
-        "endpoint/decode/arrivals.py",
-        "        assert isinstance(work, ArrivalTask)\n        self._scatterers.submit(work)",
-        "        assert isinstance(work, ArrivalTask)\n        work.give_back()\n        self._scatterers.submit(work)",
+        "endpoint/decode/rooms.py",
+        "        self.arrivals.scatterers.submit(work)",
+        "        work.give_back()\n        self.arrivals.scatterers.submit(work)",
         "tests/unit/staging/test_order_on_device.py",
     ),
     PlantedFault(

@@ -294,14 +294,14 @@ def test_pages_come_back_when_what_a_closing_rank_scatters_ends_late(
     requests.connect()
     endpoint = requests.decode.endpoints[0]
     request, go_on = being_scattered(requests, monkeypatch)
-    arrivals, waits = probe(endpoint).rooms.arrivals, threading.Event()
-    real_stop = arrivals.stop
+    scatterers, waits = probe(endpoint).rooms.arrivals.scatterers, threading.Event()
+    real_stop = scatterers.stop
 
     def stop() -> None:
         real_stop()
         waits.set()
 
-    monkeypatch.setattr(arrivals, "stop", stop)
+    monkeypatch.setattr(scatterers, "stop", stop)
     closing = threading.Thread(target=endpoint.close)
     closing.start()
     assert waits.wait(WAIT_S), "for the scatter alone: its own thread has ended"

@@ -16,7 +16,7 @@ from typing import ClassVar
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.room import ReceivingRoom
 from kvferry.endpoint.runtime.platform import Platform
-from kvferry.endpoint.runtime.threads import Loop, RunningLoop, do_each
+from kvferry.endpoint.runtime.threads import Loop, do_each
 from kvferry.errors import PeerError
 from kvferry.loggers import logger_of
 from kvferry.observe.records import PlacedRecord
@@ -138,7 +138,7 @@ class Scatterers(Loop):
     def __init__(
         self,
         count: int,
-        kernels: Kernels,
+        kernels: Kernels | None,
         on_done: Callable[[ArrivalTask, PlacedRecord, BaseException | None], None],
         *,
         platform: Platform,
@@ -148,6 +148,7 @@ class Scatterers(Loop):
 
         Args:
             count: how many.
+            kernels: what copies; None where nothing can arrive in staging memory.
             on_done: called with every task that is done, its record and the error that it raised; from the threads, if
                 there are any.
         """
@@ -182,6 +183,7 @@ class Scatterers(Loop):
         return task is not None
 
     def _work(self, task: ArrivalTask) -> None:
+        assert self._kernels is not None  # else nothing would have been offered that the task is about
         begun_at = self._now()
         error = task.run(self._kernels)
         record = PlacedRecord(
@@ -196,7 +198,11 @@ class Scatterers(Loop):
 
 
 class Arrivals:
-    """Takes notifications, and has what they tell of scattered or verified. For the endpoint's thread."""
+    """Takes notifications, and has what they tell of scattered or verified. For the endpoint's thread.
+
+    Attributes:
+        scatterers: the threads that do so.
+    """
 
     def __init__(
         self,
@@ -210,25 +216,11 @@ class Arrivals:
         """
         self._context = context
         self._rooms = rooms
-        self._scatterers: Scatterers | None = None
         checks = context.staging.checks
         kernels = checks.memory.kernels if checks is not None else context.staging.kernels
-        if kernels is not None:
-            # Verifying one direct write would hold the endpoint's thread up for too long.
-            count = max(context.settings.scatter_workers, 0 if checks is None else 1)
-            self._scatterers = Scatterers(
-                count, kernels, self._on_done, platform=context.platform, name=context.thread_name
-            )
-
-    @property
-    def threads(self) -> tuple[RunningLoop, ...]:
-        """Those that scatter and verify."""
-        return self._scatterers.threads if self._scatterers is not None else ()
-
-    def stop(self) -> None:
-        """Ends the threads once all tasks are done. May be called again."""
-        if self._scatterers is not None:
-            self._scatterers.stop()
+        # Verifying one direct write would hold the endpoint's thread up for too long.
+        count = 0 if kernels is None else max(context.settings.scatter_workers, 0 if checks is None else 1)
+        self.scatterers = Scatterers(count, kernels, self._on_done, platform=context.platform, name=context.thread_name)
 
     def take(self, now: float) -> None:
         """Handles the transport's notifications."""
@@ -297,15 +289,9 @@ class Arrivals:
         task = ScatterTask(room, now, ring, span, message, is_verified=self._context.staging.checks is not None)
         room.apply(PartArrived(message.writer, message.sequence, message.part, message.is_last, task), now)
 
-    def begin(self, work: object) -> None:
-        """Has what has arrived for a room scattered, or verified."""
-        assert self._scatterers is not None
-        assert isinstance(work, ArrivalTask)
-        self._scatterers.submit(work)
-
     def _on_done(self, task: ArrivalTask, record: PlacedRecord, error: BaseException | None) -> None:
         """Takes a task's result: on the thread that ran it, which is this one where no others scatter and verify."""
-        if self.threads:
+        if self.scatterers.threads:
             self._context.submit(partial(self._done, task, record, error))
         else:
             self._done(task, record, error, self._context.platform.now())

@@ -18,7 +18,6 @@ from kvferry.control.registry import Registry
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.rooms import ReceivingRooms
-from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.threads import LONGEST_S, THREADS_END_S, Loop, RunningLoop, SleepBounds
 from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
@@ -137,6 +136,7 @@ class DecodeDriver(Loop):
 
     Attributes:
         context: what its parts share.
+        callbacks: calls the caller back.
         rooms: all rooms, and what they rely on.
         heartbeats: keep the links to prefill ranks alive.
         next_ping_at: when heartbeats are next sent.
@@ -172,6 +172,7 @@ class DecodeDriver(Loop):
             platform=platform,
             observer=observer,
         )
+        self.callbacks = self.context.callbacks
         self._now = platform.now
         self.rooms = ReceivingRooms(self.context)
         self._links = self.rooms.links
@@ -200,13 +201,8 @@ class DecodeDriver(Loop):
             self._links.fail(link, PeerDisconnectedError(reason), now)
 
     @property
-    def callbacks(self) -> Callbacks:
-        """Calls the caller back."""
-        return self.context.callbacks
-
-    @property
     def _own_threads(self) -> tuple[RunningLoop, ...]:
-        return self._thread, *self.rooms.arrivals.threads
+        return self._thread, *self.rooms.arrivals.scatterers.threads
 
     @property
     def has_ended(self) -> bool:
@@ -243,7 +239,7 @@ class DecodeDriver(Loop):
         yield lambda: not self._thread.is_alive, latest
         if not self._thread.is_alive:
             self._work_last()
-            self.rooms.arrivals.stop()
+            self.rooms.arrivals.scatterers.stop()
             yield lambda: self.has_ended, latest
         if self.has_ended:
             self._work_last()  # what was being scattered has come to its end

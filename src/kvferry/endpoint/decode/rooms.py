@@ -6,7 +6,7 @@ All of it belongs to the endpoint's one thread, where nothing else is said.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from kvferry.endpoint.construction import Draining, check_may_open, deadlines
@@ -27,7 +27,6 @@ from kvferry.plan.requests.moved_blocks import UnitPlaces
 from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.bounded import forget_oldest
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
-from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.events import (
     AbortRequested,
     AnswersOverdue,
@@ -51,6 +50,7 @@ class ReceivingRooms:
     Attributes:
         open: those that are not done, by number.
         links: to prefill ranks.
+        send: sends what a link says.
         refusals: of rooms that will not be opened.
         expected: rooms that will be opened later.
         arrivals: what comes for rooms.
@@ -68,6 +68,7 @@ class ReceivingRooms:
         self.is_closed = False
         self.draining = Draining(f"decode engine {context.identity.engine!r}", context.platform.now)
         self.links = Links(context, self._take_again)
+        self.send = self.links.send_all
         self.refusals = self.links.refusals
         self.expected = ExpectedRooms(context, self.links)
         self.open: dict[int, ReceivingRoom] = {}
@@ -251,11 +252,9 @@ class ReceivingRooms:
 
     # ---- what rooms have done -----------------------------------------------------------------------------------
 
-    def send(self, sends: Iterable[Send]) -> None:
-        self.links.send_all(sends)
-
     def place(self, work: object) -> None:
-        self.arrivals.begin(work)
+        assert isinstance(work, ArrivalTask)
+        self.arrivals.scatterers.submit(work)
 
     def drop(self, work: object) -> None:
         assert isinstance(work, ArrivalTask)

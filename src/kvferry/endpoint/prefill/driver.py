@@ -162,6 +162,7 @@ class PrefillDriver(Loop):
 
     Attributes:
         context: what its parts share.
+        callbacks: calls the caller back.
         channel: to decode ranks.
         answers: takes what they send.
         rooms: all rooms.
@@ -224,6 +225,7 @@ class PrefillDriver(Loop):
             write_failed=self.write_failed,
             spoken=SpokenVersions(identity.versions),
         )
+        self.callbacks = self.context.callbacks
         self._start(platform, name)
 
     def _start(self, platform: Platform, name: str) -> None:
@@ -264,11 +266,6 @@ class PrefillDriver(Loop):
         """Health of every thread."""
         threads = *self._threads, *self.workers.threads, *self.callbacks.threads
         return tuple(thread.health for thread in threads)
-
-    @property
-    def callbacks(self) -> Callbacks:
-        """Calls the caller back."""
-        return self.context.callbacks
 
     @property
     def open_rooms(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Protocol, TypeAlias, TypeVar
@@ -216,27 +217,21 @@ def look_of(ready: Ready, *, where: str) -> Callable[[], bool]:
     return look
 
 
+@dataclass(eq=False, slots=True)
 class Awaited:
     """A signal that somebody waits for.
 
     Attributes:
+        look: returns whether it has come.
+        came: called once when it has, or with what looking at it has raised. Raises nothing.
+        room: which waits for it.
         is_dropped: whether nobody waits any more. May be set from any thread.
     """
 
-    __slots__ = ("came", "is_dropped", "look", "room")
-
-    def __init__(self, look: Callable[[], bool], came: Callable[[BaseException | None], None], room: int) -> None:
-        """Nobody looks at it yet.
-
-        Args:
-            look: returns whether it has come.
-            came: called once when it has, or with what looking at it has raised. Raises nothing.
-            room: which waits for it.
-        """
-        self.look = look
-        self.came = came
-        self.room = room
-        self.is_dropped = False
+    look: Callable[[], bool]
+    came: Callable[[BaseException | None], None]
+    room: int
+    is_dropped: bool = False
 
 
 class AwaitedSignals:

@@ -102,13 +102,9 @@ def check_required(required: Collection[str], known: Collection[str], *, peer: s
     unknown = [name for name in required if name not in known]
     if unknown:
         raise IncompatiblePeerError(
-            f"{peer} requires {_listed(unknown)}, which kvferry {__version__} of this side does not know: upgrade "
-            "kvferry on this side first"
+            f"{peer} requires {', '.join(map(repr, unknown))}, which kvferry {__version__} of this side does not know: "
+            "upgrade kvferry on this side first"
         )
-
-
-def _listed(names: Collection[str]) -> str:
-    return ", ".join(repr(name) for name in names)
 
 
 _MOST_REMEMBERED = 1 << 16
