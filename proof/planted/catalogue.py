@@ -1228,7 +1228,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "SGLang: a device that fails is taken for one that is through with the pages",
-        "engines/sglang/device_events.py",
+        "engines/device_events.py",
         "        return error\n",
         "        return None\n",
         "tests/unit/engines/test_sglang_device_events.py",

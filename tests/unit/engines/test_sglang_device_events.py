@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 
-from kvferry.engines.sglang.device_events import DeviceEvents
+from kvferry.engines.device_events import DeviceEvents
 
 WAIT_S = 10.0
 

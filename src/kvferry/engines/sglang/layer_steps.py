@@ -19,10 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry import MemoryKind, RankLayout
+from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.sglang import compressed
 from kvferry.engines.sglang.caches import DRAFT
-from kvferry.engines.sglang.device_events import DeviceEvent
 from kvferry.engines.sglang.layouts import DENSE, KV_GROUP
 from kvferry.errors import UsageError
 from kvferry.loggers import logger_of

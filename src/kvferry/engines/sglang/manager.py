@@ -25,9 +25,8 @@ from kvferry import (
     Receiver,
     TransferState,
 )
-from kvferry.engines.device_threads import bind_thread
+from kvferry.engines.device_events import DeviceEvents
 from kvferry.engines.sglang import stock
-from kvferry.engines.sglang.device_events import DeviceEvents
 from kvferry.engines.sglang.directory import ask, difference, registry_url
 from kvferry.engines.sglang.hisparse import JointReceiver, stage
 from kvferry.engines.sglang.hooks import check_hooks, check_pages_are_kept
@@ -111,7 +110,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.supports_host_destination = self.caches.has_host_pool
         self.weights = args.kvferry_pools.weights or Weights(self.caches.fingerprint["weights"])
         self._name_weights()
-        self.device_events = DeviceEvents(partial(bind_thread, self.caches.layout.device))
+        self.device_events = DeviceEvents(self.caches.layout.device)
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
             self.layer_steps = layer_steps(args, self.caches.layout, self._settings.layer_ranges)

@@ -16,9 +16,9 @@ from sglang.srt.disaggregation.base.conn import KVPoll, KVTransferMetric
 from sglang.srt.disaggregation.common.conn import CommonKVSender
 
 from kvferry import GroupPages, Interval, Sender, TransferState
+from kvferry.engines.device_events import AllOf, DeviceEvent
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.sglang.conditions import current
-from kvferry.engines.sglang.device_events import AllOf, DeviceEvent
 from kvferry.engines.sglang.hooks import CREATE_SENDER
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP
 from kvferry.engines.sglang.manager import KVFerryManager

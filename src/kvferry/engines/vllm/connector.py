@@ -22,6 +22,7 @@ from vllm.platforms import current_platform
 from vllm.v1.request import RequestStatus
 
 from kvferry import Settings
+from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.caches import ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.changes import Changes, watch
@@ -44,7 +45,6 @@ from kvferry.engines.vllm.identity import (
 )
 from kvferry.engines.vllm.layouts import describe, numbers_in_turn
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
-from kvferry.engines.vllm.outgoing import Fence
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import check_turns, worker_place
 from kvferry.engines.vllm.stages import of_all_stages, telling_problems
@@ -391,7 +391,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return metadata.step
 
 
-def fence() -> Fence | None:
+def fence() -> DeviceEvent | None:
     """Makes a fence that is reached once the device has done what was queued until now. None on CPU, where it has."""
     if current_platform.is_cpu():
         return None
@@ -402,7 +402,7 @@ def fence() -> Fence | None:
         else torch.Event(current_platform.device_type)
     )
     event.record()
-    reached: Fence = event
+    reached: DeviceEvent = event
     return reached
 
 

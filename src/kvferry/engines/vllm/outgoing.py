@@ -17,12 +17,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry import GroupPages, Sender, TransferState
+from kvferry import Device, GroupPages, Sender, TransferState
+from kvferry.engines.device_events import DeviceEvent, DeviceEvents
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.errors import KVFerryError, QueueFullError
 from kvferry.loggers import logger_of
@@ -30,13 +31,6 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 Pages: TypeAlias = "NDArray[np.int64]"
-
-
-class Fence(Protocol):
-    """A point in what is queued on the device. A recorded `torch.Event` is one."""
-
-    def synchronize(self) -> None:
-        """Waits until the device has done all that was queued before, without the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,64 +188,34 @@ def _merged(batches: list[_Batch]) -> dict[str, GroupPages]:
     }
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Computing:
-    """Pages that the device computes.
-
-    Attributes:
-        fence: of the step that computes them.
-        name: vLLM's name for the request.
-        known: the request.
-        batch: the pages.
-        ranges: how many ranges of layers it has computed of them by then.
-    """
-
-    fence: Fence
-    name: str
-    known: _Request
-    batch: _Batch
-    ranges: int
-
-
-def _problem_at(fence: Fence) -> Exception | None:
-    """Waits for a fence; returns the device's error if it has failed."""
-    try:
-        fence.synchronize()
-    except Exception as error:
-        return error
-    return None
-
-
 class OutgoingRequests:
     """Hands pages in as soon as they may leave, on threads of its own, since the engine may be busy, or asleep."""
 
     def __init__(
         self,
         ranges: LayerRanges = LayerRanges(),  # noqa: B008 - immutable
-        bind_thread: Callable[[], None] = lambda: None,
+        device: Device | None = None,
         *,
         is_told_late: bool = False,
     ) -> None:
-        """Starts the thread that follows rooms. The one that waits for a device starts with its first fence.
+        """Starts the thread that follows rooms. The one that waits for the device starts with its first fence.
 
         Args:
             ranges: of layers, that may leave one by one.
-            bind_thread: makes the device the thread's that waits for it.
+            device: that computes the pages; None if there are no fences.
             is_told_late: whether a step may write to a preempted request's blocks before this hears of it: vLLM's
                 second model runner clears and copies blocks first.
         """
         self._is_told_late = is_told_late
         self._leaving: set[str] = set()  # whose pages have left, and were still read when the last step ended
-        self._bind_thread = bind_thread
         self._ranges = ranges
         self._requests: dict[str, _Request] = {}
         # Guards the requests: pages are handed in, in order, by the engine's thread and by our own.
         self._lock = threading.Lock()
         self._ready: queue.SimpleQueue[str | None] = queue.SimpleQueue()  # names whose pages may leave; None ends
         self._reusable: deque[str] = deque()  # names of requests whose pages are not read any more
-        self._computing: queue.SimpleQueue[_Computing | None] = queue.SimpleQueue()
+        self._device_events = DeviceEvents(device)
         self._follower = threading.Thread(target=self._follow_rooms, name="kvferry-vllm-outgoing", daemon=True)
-        self._device_waiter = threading.Thread(target=self._wait_for_device, name="kvferry-vllm-device", daemon=True)
         self._follower.start()
 
     def add(
@@ -259,7 +223,7 @@ class OutgoingRequests:
         request: str,
         open_sender: Callable[[], Sender],
         groups: Mapping[str, PagesToSend],
-        fence: Fence | None,
+        fence: DeviceEvent | None,
         *,
         last: bool,
     ) -> None:
@@ -284,7 +248,7 @@ class OutgoingRequests:
         request: str,
         open_sender: Callable[[], Sender],
         groups: Mapping[str, PagesToSend],
-        fence: Fence | None,
+        fence: DeviceEvent | None,
         ranges: int,
     ) -> None:
         """Adds the first layers of pages that a step computes, which is to be followed by `add` with the same pages.
@@ -311,14 +275,12 @@ class OutgoingRequests:
             known.sender.add_change_callback(partial(self._room_changed, request, known))
         return known
 
-    def _computed(self, name: str, known: _Request, batch: _Batch, ranges: int, fence: Fence | None) -> None:
+    def _computed(self, name: str, known: _Request, batch: _Batch, ranges: int, fence: DeviceEvent | None) -> None:
         """Notes what is computed of a step's pages, now or once a fence is reached. Must be called with the lock."""
         if fence is None:
             batch.computed = ranges
         else:
-            if self._device_waiter.ident is None:
-                self._device_waiter.start()
-            self._computing.put(_Computing(fence, name, known, batch, ranges))
+            self._device_events.when(fence, partial(self._reached, name, known, batch, ranges))
         self._hand_in(name, known)
 
     def preempt(self, requests: Iterable[str]) -> None:
@@ -388,7 +350,7 @@ class OutgoingRequests:
     def close(self) -> None:
         """Ends the threads. A device that never gets to a fence holds nobody up."""
         self._ready.put(None)
-        self._computing.put(None)
+        self._device_events.close()
         self._follower.join()
 
     def _room_changed(self, name: str, known: _Request) -> None:
@@ -405,17 +367,14 @@ class OutgoingRequests:
                 if known is not None:
                     self._hand_in(name, known)
 
-    def _wait_for_device(self) -> None:
-        self._bind_thread()
-        while (computing := self._computing.get()) is not None:
-            problem = _problem_at(computing.fence)
-            name, known = computing.name, computing.known
-            with self._lock:
-                if problem is None:
-                    computing.batch.computed = computing.ranges
-                    self._hand_in(name, known)
-                else:
-                    self._give_up_sending(name, known, f"the device failed: {problem}")
+    def _reached(self, name: str, known: _Request, batch: _Batch, ranges: int, problem: Exception | None) -> None:
+        """Takes that the device has computed so many ranges of a batch, or has failed. On the thread that waits."""
+        with self._lock:
+            if problem is None:
+                batch.computed = ranges
+                self._hand_in(name, known)
+            else:
+                self._give_up_sending(name, known, f"the device failed: {problem}")
 
     def _hand_in(self, name: str, known: _Request) -> None:
         """Hands in what may leave. Must be called with the lock, which submitting holds for microseconds."""

@@ -21,17 +21,18 @@ from kvferry import (
     RankCoordinates,
     Settings,
 )
-from kvferry.engines.device_threads import bind_thread
+from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.incoming import IncomingRequests
 from kvferry.engines.vllm.layouts import DescribedCaches
-from kvferry.engines.vllm.outgoing import Fence, OutgoingRequests, PagesToSend
+from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
 from kvferry.engines.vllm.stats import MEMORY, TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.loggers import logger_of
+from kvferry.staging.choice import bind_thread
 
 log = logger_of(__name__)
 
@@ -165,9 +166,7 @@ class WorkerSide:
             # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any
             # other thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
             self.prefill = prefill(layout, announces=layout.device.kind is not MemoryKind.VRAM, **given)
-            self.outgoing = OutgoingRequests(
-                self._ranges, partial(bind_thread, layout.device), is_told_late=self._is_told_late
-            )
+            self.outgoing = OutgoingRequests(self._ranges, layout.device, is_told_late=self._is_told_late)
         if decode is not None:
             self.decode = decode(layout, **given)
 
@@ -219,7 +218,7 @@ class WorkerSide:
                 endpoint.drain(self._drain_timeout_s, grace_s=inf)
                 self._draining.append(endpoint)
 
-    def layer_computed(self, name: str, step: Step, fence: Callable[[], Fence | None]) -> None:
+    def layer_computed(self, name: str, step: Step, fence: Callable[[], DeviceEvent | None]) -> None:
         """Sends the layers before this one, where a range of them ends. Called once the device has it queued.
 
         A model that comes back to a layer writes to pages that may have left: their requests are given up.
@@ -257,7 +256,7 @@ class WorkerSide:
         if self.prefill is not None:
             self.prefill.announce()
 
-    def after(self, step: Step, fence: Fence | None) -> None:
+    def after(self, step: Step, fence: DeviceEvent | None) -> None:
         """Sends what a step computes, and gives up what is not needed. Called once the device has the step queued.
 
         Args:
@@ -305,7 +304,7 @@ class WorkerSide:
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
-    def send(self, sending: BlocksToSend, fence: Fence | None, ranges: int | None = None) -> None:
+    def send(self, sending: BlocksToSend, fence: DeviceEvent | None, ranges: int | None = None) -> None:
         """Sends what a step computes: all layers, or those of the first ranges."""
         if self.prefill is None or self.outgoing is None or sending.request in self._unreported:
             return

@@ -1,4 +1,4 @@
-"""Waits for the device, on a thread of its own, so that SGLang's scheduler need not."""
+"""Waits for an engine's device, on a thread of its own, so that the engine's need not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvferry import Device
 from kvferry.loggers import logger_of
+from kvferry.staging.choice import bind_thread
 
 log = logger_of(__name__)
 
@@ -16,10 +18,10 @@ Callback = Callable[[Exception | None], None]
 
 
 class DeviceEvent(Protocol):
-    """An event on a stream of the device, such as torch.cuda.Event."""
+    """A point in what is queued on the device. A recorded `torch.Event` is one."""
 
     def synchronize(self) -> None:
-        """Waits until the device has come to it."""
+        """Waits until the device has come to it, without the interpreter's lock."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,15 +39,16 @@ class AllOf:
 class DeviceEvents:
     """Calls back when the device has come to an event. Events are waited for in the order in which they are given."""
 
-    def __init__(self, bind_thread: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, device: Device | None = None) -> None:
         """Waits for nothing; the thread starts with the first event.
 
         Args:
-            bind_thread: makes the device the thread's.
+            device: whose events they are. The thread makes it its own: one that has not chosen a GPU makes a context on
+                the first one as soon as it asks CUDA anything.
         """
-        self._bind_thread = bind_thread
+        self._device = device
         self._awaited: queue.SimpleQueue[tuple[DeviceEvent, Callback] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._wait, name="kvferry-sglang-device", daemon=True)
+        self._thread = threading.Thread(target=self._wait, name="kvferry-engine-device", daemon=True)
 
     def when(self, event: DeviceEvent, callback: Callback) -> None:
         """Calls back, on the thread, when the device has come to an event.
@@ -62,7 +65,8 @@ class DeviceEvents:
         self._awaited.put(None)
 
     def _wait(self) -> None:
-        self._bind_thread()
+        if self._device is not None:
+            bind_thread(self._device)
         while (awaited := self._awaited.get()) is not None:
             event, callback = awaited
             try:
