@@ -218,10 +218,8 @@ def vllm_worker(*, sends: bool, registry: dict[str, Any]) -> Any:
     from kvferry.engines.vllm.worker import WorkerSide
 
     memory, layout = pool()
-    copier: Any = None  # for requests of several choices
     side = WorkerSide(
         DescribedCaches(layout, {group.name: 1 for group in layout.groups}),
-        copier,
         kf.RankCoordinates(),
         settings(**registry),
         engine="measured",

@@ -689,7 +689,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "what a window's first block has before the window stays there",
-        "engines/vllm/clearing.py",
+        "engines/vllm/blocks.py",
         "(begin, self.written.start), ",
         "",
         "tests/unit/engines/test_vllm_clearing.py",
@@ -857,9 +857,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM: of a block that kernels divide only a page is copied",
-        "engines/vllm/copies.py",
-        "each.pages(self.pages_per_block)",
-        "each.pages(self.pages_per_block)[:: self.pages_per_block]",
+        "engines/vllm/blocks.py",
+        "each.pages(ratio)",
+        "each.pages(ratio)[::ratio]",
         "tests/unit/engines/test_vllm_copies.py",
     ),
     PlantedFault(

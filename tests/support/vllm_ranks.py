@@ -20,8 +20,8 @@ import torch
 from kvferry import DecodeEndpoint, PrefillEndpoint, split
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.vllm import worker as worker_module
+from kvferry.engines.vllm.blocks import LoadedBlocks
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.components import ComponentForm
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
 from kvferry.engines.vllm.parameters import ROOM
@@ -266,7 +266,6 @@ class Engine:
         described = self._described(rank, everywhere=lambda _: self._forms)
         return WorkerSide(
             described,
-            cast(Any, None),
             rank.place.in_engine,
             network.settings(),
             engine=name,

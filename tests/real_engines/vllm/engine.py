@@ -593,12 +593,12 @@ class Faults:
         self._replace(OutgoingRequests, "add", holding)
 
     def _skip_copies(self) -> None:
-        from kvferry.engines.vllm.copies import BlockCopier
+        from kvferry.engines.vllm import worker
 
-        self._replace(BlockCopier, "copy", lambda copier, group, blocks, copies: None)
+        self._replace(worker, "copy_blocks", lambda described, group, blocks, copies: None)
 
     def _clear_nothing(self) -> None:
-        from kvferry.engines.vllm.clearing import LoadedBlocks
+        from kvferry.engines.vllm.blocks import LoadedBlocks
 
         self._replace(LoadedBlocks, "clear", lambda blocks, loaded, absent: None)
 

@@ -328,7 +328,6 @@ class Engine:
         self.described = described
         worker = WorkerSide(
             described,
-            cast(Any, None),
             place.in_engine,
             network.settings(),
             engine=self.name,

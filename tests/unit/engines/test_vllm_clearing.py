@@ -19,9 +19,8 @@ from tests.support.tiers import examples
 from tests.support.vllm_ranks import UNTOUCHED, Deployment, Engine, Kind, Request, plugged_in, transfer, value
 
 from kvferry import Interval, RankCoordinates
+from kvferry.engines.vllm.blocks import LoadedBlocks, copy_blocks
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.clearing import LoadedBlocks
-from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.forms import CacheForm
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.parts import CachePart
@@ -275,6 +274,6 @@ def test_other_choices_of_a_request_copy_what_was_cleared_with_what_came():
     loaded = GroupBlocks(0, (4,))
     caches[name][8, :, :3] = 1.0
     LoadedBlocks(described, [group]).clear(BlocksToReceive("r", 1, "there", 0, 3, {group.name: loaded}), ())
-    BlockCopier(caches, [group], BLOCKS).copy(group.name, loaded, GroupBlocks(0, (1,)))
+    copy_blocks(described, group.name, loaded, GroupBlocks(0, (1,)))
     assert torch.equal(caches[name][2:4], caches[name][8:10])
     assert caches[name][2:4].isfinite().all()

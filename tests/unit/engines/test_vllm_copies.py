@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.copies import BlockCopier
+from kvferry import Interval, RankCoordinates
+from kvferry.engines.vllm.blocks import copy_blocks
+from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.layouts import DescribedCaches, describe
 from kvferry.engines.vllm.steps import GroupBlocks
 
 BLOCKS = 6
@@ -20,6 +22,11 @@ def filled(dtype: torch.dtype, pages: int = BLOCKS) -> torch.Tensor:
     return torch.randint(256, size, dtype=torch.uint8, generator=torch.Generator().manual_seed(pages)).view(dtype)
 
 
+def described(caches: dict[str, torch.Tensor], *groups: CacheGroup) -> DescribedCaches:
+    heads = dict.fromkeys(caches, HeldHeads(2, Interval(0, 2)))
+    return describe(caches, groups, ModelShape(3), RankCoordinates(), heads=heads, num_blocks=BLOCKS)
+
+
 def bytes_of(cache: torch.Tensor) -> torch.Tensor:
     return cache.view(torch.uint8).clone()
 
@@ -28,7 +35,7 @@ def bytes_of(cache: torch.Tensor) -> torch.Tensor:
 def test_the_blocks_of_the_group_alone(dtype: torch.dtype):
     caches = {f"layers.{number}": filled(dtype) for number in range(3)}
     before = bytes_of(caches["layers.0"])
-    BlockCopier(caches, GROUPS, BLOCKS).copy("full", GroupBlocks(0, (4, 1)), GroupBlocks(0, (0, 5)))
+    copy_blocks(described(caches, *GROUPS), "full", GroupBlocks(0, (4, 1)), GroupBlocks(0, (0, 5)))
     for name in ("layers.0", "layers.1"):
         assert torch.equal(bytes_of(caches[name]), before[[4, 1, 2, 3, 4, 1]])
     assert torch.equal(bytes_of(caches["layers.2"]), before)
@@ -37,7 +44,8 @@ def test_the_blocks_of_the_group_alone(dtype: torch.dtype):
 def test_a_block_that_kernels_divide_is_copied_whole():
     cache = filled(torch.float32, pages=2 * BLOCKS)
     before = bytes_of(cache)
-    BlockCopier({"layers.2": cache}, GROUPS[1:], BLOCKS).copy("window", GroupBlocks(3, (1,)), GroupBlocks(3, (4,)))
+    caches = described({"layers.2": cache}, CacheGroup("window", ("layers.2",), 8, window_tokens=5))
+    copy_blocks(caches, "window", GroupBlocks(3, (1,)), GroupBlocks(3, (4,)))
     assert torch.equal(bytes_of(cache), before[[0, 1, 2, 3, 4, 5, 6, 7, 2, 3, 10, 11]])
 
 
@@ -46,13 +54,12 @@ def test_views_of_one_allocation_in_another_order():
     memory = torch.arange(BLOCKS * 2 * 4 * 2 * 8, dtype=torch.float32).reshape(BLOCKS, 2, 4, 2, 8)
     caches = {f"layers.{number}": memory[:, number].transpose(1, 2) for number in range(2)}
     before = memory.clone()
-    BlockCopier(caches, GROUPS[:1], BLOCKS).copy("full", GroupBlocks(0, (0,)), GroupBlocks(0, (3,)))
+    copy_blocks(described(caches, GROUPS[0]), "full", GroupBlocks(0, (0,)), GroupBlocks(0, (3,)))
     assert torch.equal(memory, before[[0, 1, 2, 0, 4, 5]])
 
 
 def test_nothing_to_copy():
     cache = filled(torch.float32)
     before = bytes_of(cache)
-    copier = BlockCopier({"layers.2": cache}, GROUPS[1:], BLOCKS)
-    copier.copy("window", GroupBlocks(3, ()), GroupBlocks(3, ()))
+    copy_blocks(described({"layers.2": cache}, GROUPS[1]), "window", GroupBlocks(3, ()), GroupBlocks(3, ()))
     assert torch.equal(bytes_of(cache), before)

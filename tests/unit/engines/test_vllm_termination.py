@@ -75,7 +75,6 @@ def test_an_endpoint_that_drains_still_takes_the_rooms_of_requests_that_the_engi
     monkeypatch.setattr(worker_module, "DecodeEndpoint", Decode)
     side = WorkerSide(
         described(1),
-        cast(Any, None),
         RankCoordinates(),
         Settings(),
         engine="e",

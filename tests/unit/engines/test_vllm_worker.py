@@ -114,7 +114,6 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Started]:
         caches = described(pages_per_block)
         side = WorkerSide(
             caches,
-            cast(Any, None),
             RankCoordinates(),
             Settings(),
             engine="e",
@@ -228,7 +227,6 @@ def prefill(kvferry_registry_url: str) -> Iterator[tuple[WorkerSide, str]]:
         caches, settings = described(1), network.settings(max_rooms=1)
         side = WorkerSide(
             caches,
-            cast(Any, None),
             RankCoordinates(),
             settings,
             engine=new_engine_name("prefill"),
@@ -326,7 +324,6 @@ def sending(monkeypatch: pytest.MonkeyPatch) -> Sending:
         (group,) = layout.groups
         side = WorkerSide(
             DescribedCaches(layout, {group.name: 1}),
-            cast(Any, None),
             RankCoordinates(),
             Settings(layer_ranges=3),
             engine="e",
@@ -396,9 +393,7 @@ def test_on_a_gpu_nobody_can_attach_before_vllm_asks_for_what_it_must_hand_on(
     shards = tuple(msgspec.structs.replace(shard, device=device) for shard in caches.layout.shards)
     caches = DescribedCaches(msgspec.structs.replace(caches.layout, shards=shards), caches.pages_per_block)
     settings = Settings()
-    side = WorkerSide(
-        caches, cast(Any, None), RankCoordinates(), settings, engine="e", sends=True, receives=False, fingerprint={}
-    )
+    side = WorkerSide(caches, RankCoordinates(), settings, engine="e", sends=True, receives=False, fingerprint={})
     endpoint = cast(Announced, side.prefill)
     ((thread, bound_to),) = bound
     assert thread.startswith("kvferry-vllm-start")

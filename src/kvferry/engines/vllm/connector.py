@@ -23,10 +23,10 @@ from vllm.v1.request import RequestStatus
 
 from kvferry import Settings
 from kvferry.engines.device_events import DeviceEvent
+from kvferry.engines.vllm.blocks import LoadedBlocks
 from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.caches import ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.changes import Changes, watch
-from kvferry.engines.vllm.clearing import LoadedBlocks
 from kvferry.engines.vllm.configuration import (
     cache_forms,
     compares_content,
@@ -37,7 +37,6 @@ from kvferry.engines.vllm.configuration import (
     model_shape,
     platform,
 )
-from kvferry.engines.vllm.copies import BlockCopier
 from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.identity import (
     Conditions,
@@ -189,7 +188,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             fingerprint = self._fingerprint(model)
         self._worker = WorkerSide(
             described,
-            BlockCopier(kv_caches, self._groups, self._kv_cache_config.num_blocks),
             place.in_engine,
             self._settings,
             engine=self._engine,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry import Receiver, TransferState
-from kvferry.engines.vllm.clearing import LoadedBlocks
+from kvferry.engines.vllm.blocks import LoadedBlocks
 from kvferry.engines.vllm.stats import TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive
 

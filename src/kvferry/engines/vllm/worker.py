@@ -23,8 +23,7 @@ from kvferry import (
 )
 from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.layer_ranges import LayerRanges
-from kvferry.engines.vllm.clearing import LoadedBlocks
-from kvferry.engines.vllm.copies import BlockCopier
+from kvferry.engines.vllm.blocks import LoadedBlocks, copy_blocks
 from kvferry.engines.vllm.incoming import IncomingRequests
 from kvferry.engines.vllm.layouts import DescribedCaches
 from kvferry.engines.vllm.outgoing import OutgoingRequests, PagesToSend
@@ -94,7 +93,6 @@ class WorkerSide:
     def __init__(
         self,
         described: DescribedCaches,
-        copier: BlockCopier,
         coordinates: RankCoordinates,
         settings: Settings,
         *,
@@ -112,7 +110,6 @@ class WorkerSide:
 
         Args:
             described: the caches.
-            copier: copies blocks of them.
             coordinates: this worker's place.
             settings: of kvferry.
             engine: this engine's name.
@@ -129,7 +126,7 @@ class WorkerSide:
         Raises:
             KVFerryError: if memory cannot be registered, or a port is taken.
         """
-        self._described, self._copier = described, copier
+        self._described = described
         self._layout_groups = {group.name: group for group in described.layout.groups}
         self.prefill: PrefillEndpoint | None = None
         self.decode: DecodeEndpoint | None = None
@@ -332,7 +329,7 @@ class WorkerSide:
                 raise KVFerryError(receiving.problem)
             if receiving.copied_from:
                 for name, blocks in receiving.copied_from.items():
-                    self._copier.copy(name, blocks, receiving.groups[name])
+                    copy_blocks(self._described, name, blocks, receiving.groups[name])
                 self.incoming.have_come(request)
                 return
             pages = {}

@@ -1,4 +1,4 @@
-"""Blocks that are loaded, cleared where the load has not written.
+"""Blocks of a worker's own caches: copied, and cleared where a load has not written.
 
 Where a cache may find bytes of another kind in a block (recurrent state beside attention, several precisions), vLLM
 clears blocks as it gives them out: kernels read pages to their end and multiply what lies behind the last token by 0,
@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from kvferry import Interval
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.copies import on_device
 from kvferry.engines.vllm.layouts import DescribedCaches, LayerPages
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
 
@@ -99,13 +98,42 @@ class LoadedBlocks:
                 _clear(layer, pages, rest.start - before, rest.stop - before)
 
 
+def copy_blocks(described: DescribedCaches, group: str, blocks: GroupBlocks, copies: GroupBlocks) -> None:
+    """Copies blocks of all layers of a group. Does not wait for the device.
+
+    Args:
+        described: the caches.
+        group: the group's name.
+        blocks: that are copied.
+        copies: where they go, in the same order.
+    """
+    if not len(blocks.blocks):
+        return
+    ratio = described.pages_per_block[group]
+    for layer in described.pages.get(group, ()):
+        cache = _indexed(layer)
+        source, target = (_on_device(each.pages(ratio), cache.device) for each in (blocks, copies))
+        cache.index_copy_(0, target, cache.index_select(0, source))
+
+
+def _indexed(layer: LayerPages) -> torch.Tensor:
+    """Returns a layer's pages; of types that devices cannot address by index, the bytes."""
+    pages: torch.Tensor = layer.pages
+    return pages.view(torch.uint8) if pages.element_size() == 1 else pages
+
+
+def _on_device(numbers: NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers as a tensor of a device, without waiting for what is queued there."""
+    found = torch.from_numpy(numbers)
+    return found if device.type == "cpu" else found.pin_memory().to(device, non_blocking=True)
+
+
 def _clear(layer: LayerPages, pages: NDArray[np.int64], start: int, stop: int) -> None:
     """Clears a layer's tokens in pages that follow each other, from one position to another."""
-    cache = layer.pages.view(torch.uint8) if layer.pages.element_size() == 1 else layer.pages
-    size = layer.page_tokens
+    cache, size = _indexed(layer), layer.page_tokens
     first, last = -(-start // size), stop // size  # the pages that are cleared whole
     if first < last:
-        cache.index_fill_(0, on_device(pages[first:last], cache.device), 0)
+        cache.index_fill_(0, _on_device(pages[first:last], cache.device), 0)
     ends = {start // size: (start % size, size)} if start % size else {}
     if stop % size:
         ends[last] = (ends.get(last, (0, 0))[0], stop % size)
