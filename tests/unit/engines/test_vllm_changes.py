@@ -10,8 +10,8 @@ import pytest
 
 from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.changes import Changes, watch
-from kvferry.engines.vllm.encoded import drop_encoded
 from kvferry.engines.vllm.identity import Conditions
+from kvferry.engines.vllm.kept import drop_encoded
 from kvferry.engines.vllm.weights import parameter_sums
 from kvferry.errors import SettingsError, UsageError
 

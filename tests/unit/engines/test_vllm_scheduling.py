@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.support.waiting import eventually
@@ -100,7 +100,7 @@ class Scheduler:
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
-        self.side.bind(lambda name: self.tables[name], self.pool)
+        self.side.bind(lambda name: self.tables[name], cast(Any, self.pool))
 
     def allocate(self, request: Request, *, external: int = 0, first: int = 100) -> None:
         count = -(-request.num_prompt_tokens // 4)

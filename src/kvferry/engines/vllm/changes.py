@@ -9,14 +9,14 @@ computed it. Requests that go on with what they have, as vLLM lets them, share n
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 from uuid import uuid4
 
 from kvferry.engines.vllm.adapters import Adapters
-from kvferry.engines.vllm.encoded import EncoderOutputs
 from kvferry.engines.vllm.identity import Conditions
-from kvferry.engines.vllm.objects import BlockTables
+from kvferry.engines.vllm.kept import Beside, EncoderOutputs
+from kvferry.engines.vllm.objects import BlockPool, BlockTables
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.weights import content_of, parameter_sums
 from kvferry.errors import SettingsError, UsageError
@@ -30,61 +30,6 @@ _UNTIL_FINISHED = frozenset({"start_weight_update", "update_weights"})
 
 class _AsleepError(Exception):
     """Weights that have no memory."""
-
-
-class _BlockPool(Protocol):
-    num_gpu_blocks: int
-
-    def evict_blocks(self, block_ids: set[int]) -> None:
-        """Has nobody find these in the prefix cache."""
-
-
-class _Beside:
-    """A connector beside ours, and whether it keeps anything from before: it finds caches by their tokens alone.
-
-    vLLM's own cannot be reset twice between two steps, and whoever replaces weights may ask for it too.
-    """
-
-    def __init__(self, connector: Any) -> None:
-        self.name = type(connector).__name__
-        self._scheduler, self._original = getattr(connector, "connector_scheduler", None), connector.reset_cache
-        self._result: bool | None = None
-        connector.reset_cache = self._reset
-
-    def computed(self) -> None:
-        """Takes that another step is about to run, of which it may keep something."""
-        self._result = None
-
-    def is_reset(self) -> bool:
-        """Has it drop what it keeps. Returns whether it has."""
-        try:
-            return self._reset() is True and not self._keeps_more
-        except Exception as error:  # whatever it is; vLLM's own asserts that no step is being scheduled
-            log.debug("%s was not reset: %s: %s", self.name, type(error).__name__, error)
-            return False
-
-    def loads_into(self, blocks: set[int]) -> None:
-        """Has it read first what it still needs of blocks: vLLM's own looks at those of steps and of its own loads."""
-        allocated: set[int] = getattr(self._scheduler, "_current_batch_allocated_block_ids", set())
-        allocated.update(blocks)
-
-    def forget_names(self) -> None:
-        """Has it name anew what requests have: once it is reset, vLLM's own stores all of that again, by old hashes."""
-        known: Mapping[str, Any] = getattr(self._scheduler, "_req_status", {})
-        for request in known.values():
-            for group in request.group_states:
-                group.offload_keys.clear()
-
-    @property
-    def _keeps_more(self) -> bool:
-        """Whether it has files or the like, which vLLM leaves as they are."""
-        manager = getattr(self._scheduler, "manager", None)
-        return bool(getattr(manager, "secondary_tiers", ()))
-
-    def _reset(self) -> bool | None:
-        if self._result is not True:
-            self._result = self._original()
-        return self._result
 
 
 class Changes:
@@ -106,10 +51,11 @@ class Changes:
         self._side, self._conditions = side, conditions
         self._requests: dict[str, Any] = {}  # those that have come in and not ended
         self._tables: BlockTables | None = None
-        self._pool: _BlockPool | None = None
-        self._beside: list[_Beside] = []
+        self._pool: BlockPool | None = None
+        self._beside: list[Beside] = []
         self._encoded: EncoderOutputs | None = None
-        self._scheduler: Any = None  # vLLM's
+        self._core: Any = None  # vLLM's
+        self._executor: Any = None  # vLLM's: asks the workers
         self._is_updating = False  # whether an update of the weights has begun and not ended
         self._arrived: set[str] = set()  # vLLM's own: those whose caches have come, and that have not gone on yet
         self.adapters.replaced = self._adapter_replaced
@@ -119,26 +65,26 @@ class Changes:
         """What LoRA adapters are."""
         return self._conditions.adapters
 
-    def bind(self, tables: BlockTables, pool: _BlockPool) -> None:
+    def bind(self, tables: BlockTables, pool: BlockPool) -> None:
         """Takes where blocks are looked up and found again. Called once, before anything is scheduled."""
         self._tables, self._pool = tables, pool
 
     def stands_beside(self, connectors: Sequence[Any]) -> None:
         """Takes which connectors there are, ours among them. Once is enough."""
         if not self._beside:
-            self._beside = [_Beside(each) for each in connectors if getattr(each, "changes", None) is not self]
+            self._beside = [Beside(each) for each in connectors if getattr(each, "changes", None) is not self]
 
     def serves(self, core: Any) -> None:
         """Takes vLLM's core, whose scheduler this is. Once is enough."""
         if self._encoded is None:
-            self._scheduler = core.scheduler
+            self._core, self._executor = core, core.model_executor
             self._arrived = core.scheduler.finished_recving_kv_req_ids
             self._encoded = EncoderOutputs(core.scheduler, core.model_executor)
 
     @property
     def is_paused(self) -> bool:
         """Whether vLLM was asked for a pause, which is over for whoever asked once nothing is held."""
-        return self._scheduler is not None and bool(self._scheduler.pause_state)
+        return self._core is not None and bool(self._core.scheduler.pause_state)
 
     def between_steps(self) -> None:
         """Drops what connectors beside ours keep from before, where they could not do so in the middle of a step."""
@@ -182,28 +128,28 @@ class Changes:
         """Ends what is on its way, as vLLM asks where it resets caches."""
         self._side.outdate(self._all(), "the engine's caches were reset")
 
-    def started(self, look: Callable[[], str]) -> None:
+    def started(self, executor: Any) -> None:
         """Looks at the weights of the start: whatever is found later is compared with them.
 
         Args:
-            look: returns what the weights are.
+            executor: vLLM's, which asks the workers for them.
         """
+        self._executor = executor
         try:
-            self._conditions.weights.found(look())
+            self._conditions.weights.found(_content(executor))
         except Exception as error:  # an executor's or a model's: nothing has changed yet, and exchange goes on
             log.warning("what the weights are cannot be read: %s: %s", type(error).__name__, error)
 
-    def asked(self, method: object, ask: Callable[[], Any], look: Callable[[], str]) -> Any:
+    def asked(self, method: object, ask: Callable[[], Any]) -> Any:
         """Has the workers asked for something, and looks whether it has changed the weights.
 
         Args:
             method: the name of a worker's method, or a function.
             ask: asks it.
-            look: returns what the weights are.
         """
         weights = self._conditions.weights
         if not weights.is_known:
-            self._look(look)
+            self._look()
         try:
             result = ask()
             self._is_updating |= method == "start_weight_update"
@@ -216,14 +162,13 @@ class Changes:
             if isinstance(method, str) and method in _UNTIL_FINISHED:
                 weights.lost()
                 self._weights_replaced()
-            elif self._look(look):
+            elif self._look():
                 self._weights_replaced()
 
-    def falls_asleep(self, look: Callable[[], str], *, with_weights: bool) -> None:
+    def falls_asleep(self, *, with_weights: bool) -> None:
         """Takes that the caches' memory is about to be given back.
 
         Args:
-            look: returns what the weights are.
             with_weights: whether that of the weights is too, and not kept elsewhere.
 
         Raises:
@@ -236,42 +181,32 @@ class Changes:
                 "use vLLM 0.33, with which it is registered anew"
             )
         if with_weights:
-            self.awake(look)
+            self.awake()
             self._conditions.weights.lost()
 
-    def awake(self, look: Callable[[], str]) -> None:
+    def awake(self) -> None:
         """Looks at the weights, which may be others now, though nobody says so."""
-        if self._look(look, is_told=False):
+        if self._look(is_told=False):
             self._weights_replaced()
 
-    def named(self, version: str, look: Callable[[], str]) -> None:
-        """Takes the name that vLLM was given for the weights, which nobody may have told of before.
-
-        Args:
-            version: the name.
-            look: returns what the weights are.
-        """
+    def named(self, version: str) -> None:
+        """Takes the name that vLLM was given for the weights, which nobody may have told of before."""
         if self._is_updating:
             log.error("the weights are not called %r: an update has begun. Name them once it is finished", version)
             return
-        if self._look(look):
+        if self._look():
             self._weights_replaced()
         self._conditions.weights.named(version)
 
-    def looked_for_adapters(self, listed: Callable[[], set[int]]) -> None:
-        """Looks which adapters vLLM still has.
-
-        Args:
-            listed: returns their numbers.
-        """
+    def look_for_adapters(self) -> None:
+        """Looks which adapters vLLM still has."""
         used = {each.lora_request.lora_int_id for each in self._requests.values() if each.lora_request}
-        self.adapters.kept(listed, used)
+        self.adapters.kept(self._core.list_loras, used)
 
-    def _look(self, look: Callable[[], str], *, is_told: bool = True) -> bool:
+    def _look(self, *, is_told: bool = True) -> bool:
         """Looks at the weights, unless an update has begun.
 
         Args:
-            look: returns what they are.
             is_told: whether somebody was asked for what may have changed them: what cannot be read then is nobody's.
 
         Returns:
@@ -280,7 +215,7 @@ class Changes:
         if self._is_updating:
             return False
         try:
-            return self._conditions.weights.found(look())
+            return self._conditions.weights.found(_content(self._executor))
         except _AsleepError:
             return False  # they come back as they were, or are nobody's already; waking looks at them
         except Exception as error:  # an executor's or a model's: whatever it is, nobody knows the weights
@@ -359,52 +294,45 @@ def watch(core: Any, executor: Any) -> None:
         core: its class.
         executor: the class of what asks the workers.
     """
-    _after(executor, "init_kv_output_aggregator", _started)
-    _around(core, "add_request", _add_request)
-    _around(core, "collective_rpc", _collective_rpc)
-    _around(core, "set_weight_version", _set_weight_version)
-    _around(core, "reset_prefix_cache", _reset_prefix_cache)
-    _around(core, "add_lora", _add_lora)
-    _around(core, "remove_lora", _remove_lora)
-    _around(core, "sleep", _sleep)
-    _around(core, "wake_up", _wake_up)
-    _around(core, "release_kv_cache_memory", _release)
+    _around(executor, "init_kv_output_aggregator", _of_executor, _start)
+    for name, ours in _AROUND_CORE.items():
+        _around(core, name, _of_core, ours)
 
 
-def _after(executor: Any, name: str, ours: Callable[[Changes, Any], None]) -> None:
-    """Calls ours after what vLLM tells its executor about a connector, as soon as both are there."""
-    original = getattr(executor, name)
-    if getattr(original, "is_watched", False):
-        return
+def _around(owner: Any, name: str, changes_of: Callable[..., Changes | None], ours: Callable[..., Any]) -> None:
+    """Calls ours around a method of vLLM's, once the connector is there.
 
-    @functools.wraps(original)
-    def watched(executor: Any, connector: Any) -> Any:
-        result = original(executor, connector)
-        changes = _changes_of(connector)
-        if changes is not None:
-            ours(changes, executor)
-        return result
-
-    watched.is_watched = True  # type: ignore[attr-defined]
-    setattr(executor, name, watched)
-
-
-def _around(core: Any, name: str, ours: Callable[..., Any]) -> None:
-    original = getattr(core, name, None)
+    Args:
+        owner: the class.
+        name: the method's.
+        changes_of: returns ours, given what the method is called with.
+        ours: takes it, and what calls the original one, and the other arguments.
+    """
+    original = getattr(owner, name, None)
     if original is None or getattr(original, "is_watched", False):
         return  # this vLLM has no such thing, or it is watched already
 
     @functools.wraps(original)
-    def watched(core: Any, *arguments: Any, **named: Any) -> Any:
-        scheduler = getattr(core, "scheduler", None)  # a core that starts has none yet
-        changes = None if scheduler is None else _changes_of(scheduler.get_kv_connector())
+    def watched(owner: Any, *arguments: Any, **named: Any) -> Any:
+        changes = changes_of(owner, *arguments, **named)
         if changes is None:
-            return original(core, *arguments, **named)
-        changes.serves(core)
-        return ours(changes, core, functools.partial(original, core), *arguments, **named)
+            return original(owner, *arguments, **named)
+        return ours(changes, owner, functools.partial(original, owner), *arguments, **named)
 
     watched.is_watched = True  # type: ignore[attr-defined]
-    setattr(core, name, watched)
+    setattr(owner, name, watched)
+
+
+def _of_executor(_: Any, connector: Any) -> Changes | None:
+    return _changes_of(connector)
+
+
+def _of_core(core: Any, *_: Any, **__: Any) -> Changes | None:
+    scheduler = getattr(core, "scheduler", None)  # a core that starts has none yet
+    changes = None if scheduler is None else _changes_of(scheduler.get_kv_connector())
+    if changes is not None:
+        changes.serves(core)
+    return changes
 
 
 def _changes_of(connector: Any) -> Changes | None:
@@ -427,22 +355,6 @@ def _changes_of(connector: Any) -> Changes | None:
     return found[0]
 
 
-def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return original(*arguments, **named)  # the core is known from the first request on
-
-
-def _collective_rpc(
-    changes: Changes, core: Any, original: Callable[..., Any], method: Any, *more: Any, **named: Any
-) -> Any:
-    result = changes.asked(method, lambda: original(method, *more, **named), _look_at(core))
-    changes.looked_for_adapters(core.list_loras)
-    return result
-
-
-def _look_at(core: Any) -> Callable[[], str]:
-    return functools.partial(_content, core.model_executor)
-
-
 def _content(executor: Any) -> str:
     """Returns what the weights are.
 
@@ -454,22 +366,34 @@ def _content(executor: Any) -> str:
     return content_of(executor.collective_rpc(parameter_sums))
 
 
-def _started(changes: Changes, executor: Any) -> None:
-    changes.started(functools.partial(_content, executor))
+def _start(changes: Changes, executor: Any, original: Callable[..., Any], connector: Any) -> Any:
+    result = original(connector)
+    changes.started(executor)
+    return result
 
 
-def _set_weight_version(changes: Changes, core: Any, original: Callable[..., Any], weight_version: str) -> None:
+def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    return original(*arguments, **named)  # the core is known from the first request on
+
+
+def _collective_rpc(
+    changes: Changes, _: Any, original: Callable[..., Any], method: Any, *more: Any, **named: Any
+) -> Any:
+    result = changes.asked(method, lambda: original(method, *more, **named))
+    changes.look_for_adapters()
+    return result
+
+
+def _set_weight_version(changes: Changes, _: Any, original: Callable[..., Any], weight_version: str) -> None:
     original(weight_version)
-    changes.named(weight_version, _look_at(core))
+    changes.named(weight_version)
 
 
-def _reset_prefix_cache(
-    changes: Changes, core: Any, original: Callable[..., bool], *arguments: Any, **named: Any
-) -> bool:
+def _reset_prefix_cache(changes: Changes, _: Any, original: Callable[..., bool], *arguments: Any, **named: Any) -> bool:
     try:
         return original(*arguments, **named)
     finally:
-        changes.awake(_look_at(core))  # trainers in the engine's own process ask for nothing else
+        changes.awake()  # trainers in the engine's own process ask for nothing else
 
 
 def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_request: Any) -> Any:
@@ -486,19 +410,33 @@ def _remove_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_id
     return result
 
 
-def _sleep(changes: Changes, core: Any, original: Callable[..., Any], level: int = 1, *more: Any, **named: Any) -> Any:
+def _sleep(changes: Changes, _: Any, original: Callable[..., Any], level: int = 1, *more: Any, **named: Any) -> Any:
     if level > 0:  # else vLLM schedules nothing, and keeps its memory
-        changes.falls_asleep(_look_at(core), with_weights=level > 1)
+        changes.falls_asleep(with_weights=level > 1)
     return original(level, *more, **named)
 
 
 def _wake_up(changes: Changes, core: Any, original: Callable[..., Any], *more: Any, **named: Any) -> Any:
     result = original(*more, **named)
     if not core.model_executor.sleeping_tags:
-        changes.awake(_look_at(core))
+        changes.awake()
     return result
 
 
-def _release(changes: Changes, core: Any, original: Callable[..., Any]) -> Any:
-    changes.falls_asleep(_look_at(core), with_weights=False)
+def _release(changes: Changes, _: Any, original: Callable[..., Any]) -> Any:
+    changes.falls_asleep(with_weights=False)
     return original()
+
+
+_AROUND_CORE: dict[str, Callable[..., Any]] = {
+    "add_request": _add_request,
+    "collective_rpc": _collective_rpc,
+    "set_weight_version": _set_weight_version,
+    "reset_prefix_cache": _reset_prefix_cache,
+    "add_lora": _add_lora,
+    "remove_lora": _remove_lora,
+    "sleep": _sleep,
+    "wake_up": _wake_up,
+    "release_kv_cache_memory": _release,
+}
+"""By what vLLM's core is asked for, what ours does around it."""

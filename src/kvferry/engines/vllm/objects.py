@@ -37,6 +37,8 @@ BlockTables = Callable[[str], "Sequence[Sequence[Block]]"]
 class BlockPool(Protocol):
     """What keeps blocks from being given to others."""
 
+    num_gpu_blocks: int
+
     def touch(self, blocks: Sequence[Any]) -> None:
         """Adds a reference to each."""
 
@@ -45,3 +47,6 @@ class BlockPool(Protocol):
 
     def get_num_free_blocks(self) -> int:
         """Returns how many can be given to requests."""
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Has nobody find these in the prefix cache."""

@@ -1,18 +1,68 @@
-"""What vLLM keeps of images and the like: what an encoder has made of them, found again by their content alone.
+"""What vLLM keeps beside its prefix cache from before a change, and has to drop: in connectors, and of images.
 
-Keys and values are computed from it. So once weights are replaced what the old ones made of an image is dropped, in the
-scheduler and in the workers; what a request still needs is dropped as soon as none does.
+What an encoder has made of images and the like is found again by their content alone, and keys and values are computed
+from it. So once weights are replaced what the old ones made of an image is dropped, in the scheduler and in the
+workers; what a request still needs is dropped as soon as none does.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
+
+
+class Beside:
+    """A connector beside ours, and whether it keeps anything from before: it finds caches by their tokens alone.
+
+    vLLM's own cannot be reset twice between two steps, and whoever replaces weights may ask for it too.
+    """
+
+    def __init__(self, connector: Any) -> None:
+        """Takes one."""
+        self.name = type(connector).__name__
+        self._scheduler, self._original = getattr(connector, "connector_scheduler", None), connector.reset_cache
+        self._result: bool | None = None
+        connector.reset_cache = self._reset
+
+    def computed(self) -> None:
+        """Takes that another step is about to run, of which it may keep something."""
+        self._result = None
+
+    def is_reset(self) -> bool:
+        """Has it drop what it keeps. Returns whether it has."""
+        try:
+            return self._reset() is True and not self._keeps_more
+        except Exception as error:  # whatever it is; vLLM's own asserts that no step is being scheduled
+            log.debug("%s was not reset: %s: %s", self.name, type(error).__name__, error)
+            return False
+
+    def loads_into(self, blocks: set[int]) -> None:
+        """Has it read first what it still needs of blocks: vLLM's own looks at those of steps and of its own loads."""
+        allocated: set[int] = getattr(self._scheduler, "_current_batch_allocated_block_ids", set())
+        allocated.update(blocks)
+
+    def forget_names(self) -> None:
+        """Has it name anew what requests have: once it is reset, vLLM's own stores all of that again, by old hashes."""
+        known: Mapping[str, Any] = getattr(self._scheduler, "_req_status", {})
+        for request in known.values():
+            for group in request.group_states:
+                group.offload_keys.clear()
+
+    @property
+    def _keeps_more(self) -> bool:
+        """Whether it has files or the like, which vLLM leaves as they are."""
+        manager = getattr(self._scheduler, "manager", None)
+        return bool(getattr(manager, "secondary_tiers", ()))
+
+    def _reset(self) -> bool | None:
+        if self._result is not True:
+            self._result = self._original()
+        return self._result
 
 
 class EncoderOutputs:
