@@ -19,8 +19,8 @@ from tests.support.described import DescribedRank, wrong_bytes
 from torch.nn import Module
 
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.heads import CachedHeads, held_heads
 from kvferry.engines.vllm.layouts import describe
+from kvferry.engines.vllm.modules import CachedHeads, held_heads
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout import RankCoordinates, split
 

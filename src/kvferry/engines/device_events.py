@@ -12,6 +12,8 @@ from kvferry import Device
 from kvferry.loggers import logger_of
 from kvferry.staging.choice import bind_thread
 
+__all__ = ["AllOf", "DeviceEvent", "DeviceEvents", "bind_thread"]
+
 log = logger_of(__name__)
 
 Callback = Callable[[Exception | None], None]

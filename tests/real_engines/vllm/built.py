@@ -44,11 +44,11 @@ from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
 from vllm.v1.worker.utils import allocate_kv_cache, bind_kv_cache_to_layers
 
 from kvferry import RankCoordinates
-from kvferry.engines.vllm import heads as heads_module
+from kvferry.engines.vllm import modules as modules_module
 from kvferry.engines.vllm.caches import CacheGroup, ModelShape
 from kvferry.engines.vllm.configuration import cache_forms, groups_of, heads_of, kept_states
-from kvferry.engines.vllm.drafts import draft_layers
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
+from kvferry.engines.vllm.modules import draft_layers
 
 BLOCKS = 64
 """Of every pool."""
@@ -239,7 +239,7 @@ class _Rank:
         total = self.config.model_config.get_total_num_hidden_layers()
         with standing_at(self.place), pytest.MonkeyPatch.context() as patch:
             # Else the plug-in would look through all that lives in this process, for every rank.
-            patch.setattr(heads_module, "gc", SimpleNamespace(get_objects=self._modules))
+            patch.setattr(modules_module, "gc", SimpleNamespace(get_objects=self._modules))
             drafts = draft_layers(caches, self.layers) if self.config.speculative_config is not None else ()
             bind_kv_cache_to_layers(caches, self.layers, 1, kept.kv_cache_groups)
             described = describe(

@@ -30,9 +30,8 @@ from vllm.v1.kv_cache_interface import (
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from kvferry.engines.vllm.forms import CacheForm, forms_of
+from kvferry.engines.vllm.forms import CacheForm, forms_of, parts_of
 from kvferry.engines.vllm.identity import _SCALES_BY_TOKEN
-from kvferry.engines.vllm.parts import parts_of
 
 BLOCKS, TOKENS, HEADS, HEAD_DIM = 3, 16, 4, 64
 

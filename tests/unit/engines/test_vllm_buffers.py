@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.engines.vllm.buffers import buffer_notice
+from kvferry.engines.vllm.guards import buffer_notice
 from kvferry.settings import all_fields
 
 

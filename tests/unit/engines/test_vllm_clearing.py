@@ -21,9 +21,8 @@ from tests.support.vllm_ranks import UNTOUCHED, Deployment, Engine, Kind, Reques
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.vllm.blocks import LoadedBlocks, copy_blocks
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.forms import CacheForm
+from kvferry.engines.vllm.forms import CacheForm, CachePart
 from kvferry.engines.vllm.layouts import describe
-from kvferry.engines.vllm.parts import CachePart
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
 
 FULL, WINDOW, CHUNK, STATE, DRAFT = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.nn import Linear, Module, ModuleList
 
-from kvferry.engines.vllm.drafts import draft_layers
+from kvferry.engines.vllm.modules import draft_layers
 from kvferry.errors import LayoutError
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch.nn import Module, ModuleList
 
 from kvferry.engines.vllm.caches import HeldHeads
-from kvferry.engines.vllm.heads import CachedHeads, held_heads
+from kvferry.engines.vllm.modules import CachedHeads, held_heads
 from kvferry.errors import LayoutError
 from kvferry.layout import Interval, RankCoordinates
 

@@ -16,9 +16,8 @@ from tests.support.crossing import cross
 
 from kvferry import GroupPages, RankCoordinates, split
 from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.forms import forms_of
+from kvferry.engines.vllm.forms import CachePart, forms_of, parts_of
 from kvferry.engines.vllm.layouts import describe
-from kvferry.engines.vllm.parts import CachePart, parts_of
 from kvferry.errors import IncompatiblePeerError
 from kvferry.layout.shard import RankLayout
 from kvferry.plan import check_exchangeable

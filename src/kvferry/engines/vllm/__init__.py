@@ -1,6 +1,6 @@
 """kvferry as a connector of vLLM 0.31, 0.32 and 0.33.
 
-`cache_kinds` says which caches are transferred, `layouts` describes them, `heads` finds out which KV heads they have.
+`cache_kinds` says which caches are transferred, `layouts` describes them, `modules` finds out which KV heads they have.
 `scheduling` decides in the scheduler what leaves and comes, for the `choices` of a request together; `worker`,
 `outgoing` and `blocks` do it in the workers; `parameters` and `steps` are what travels, and `engine_names` answers
 gateways that ask. `changes` notices `weights` and `adapters` that are replaced. `guards` refuses what would go wrong,

@@ -24,7 +24,6 @@ from vllm.v1.request import RequestStatus
 from kvferry import Settings
 from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.vllm.blocks import LoadedBlocks
-from kvferry.engines.vllm.buffers import buffer_notice
 from kvferry.engines.vllm.caches import ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.changes import Changes, watch
 from kvferry.engines.vllm.configuration import (
@@ -37,7 +36,7 @@ from kvferry.engines.vllm.configuration import (
     model_shape,
     platform,
 )
-from kvferry.engines.vllm.guards import held_back_tokens, refuse_what_would_be_wrong
+from kvferry.engines.vllm.guards import buffer_notice, held_back_tokens, refuse_what_would_be_wrong
 from kvferry.engines.vllm.identity import (
     Conditions,
     cache_identity,

@@ -19,7 +19,7 @@ from kvferry.engines.fingerprint import (
     short_text,
 )
 from kvferry.engines.vllm.adapters import Adapters, identified
-from kvferry.engines.vllm.parts import quant_mode
+from kvferry.engines.vllm.forms import quant_mode
 from kvferry.engines.vllm.prompts import PromptDigests
 from kvferry.engines.vllm.weights import WeightsVersion
 from kvferry.loggers import logger_of

@@ -21,7 +21,7 @@ from kvferry import (
     RankCoordinates,
     Settings,
 )
-from kvferry.engines.device_events import DeviceEvent
+from kvferry.engines.device_events import DeviceEvent, bind_thread
 from kvferry.engines.layer_ranges import LayerRanges
 from kvferry.engines.vllm.blocks import LoadedBlocks, copy_blocks
 from kvferry.engines.vllm.incoming import IncomingRequests
@@ -31,7 +31,6 @@ from kvferry.engines.vllm.stats import MEMORY, TransferLog
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
 from kvferry.errors import KVFerryError, TransferError
 from kvferry.loggers import logger_of
-from kvferry.staging.choice import bind_thread
 
 log = logger_of(__name__)
 
