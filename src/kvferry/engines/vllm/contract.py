@@ -7,7 +7,7 @@ its own beside this one, and a contract of its own here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from kvferry.engines.contract import (
@@ -56,6 +56,15 @@ _HOOKS = {
 }
 
 _CORE = "vllm.v1.engine.core:EngineCore"
+_INTERFACE = "vllm.v1.core.sched.interface"
+_EXECUTOR = "vllm.v1.executor.abstract:Executor"
+_POOL = "vllm.v1.core.block_pool:BlockPool"
+_REQUEST = "vllm.v1.request:Request"
+_SPECS = "vllm.v1.kv_cache_interface"
+_RANKS = "vllm.distributed.parallel_state"
+_CONFIG = "vllm.config.vllm:VllmConfig"
+_MODEL = "vllm.config.model:ModelConfig"
+_PARALLEL = "vllm.config.parallel:ParallelConfig"
 _HANDSHAKE = "get_kv_connector_handshake_metadata"
 _TURNS = "adjust_dcp_kv_cache_interleave_size"
 
@@ -76,6 +85,12 @@ _NEW_IN_0_33 = {
 """What it asks of sleep and waking; before, it told connectors of neither."""
 
 
+def _lines(kind: Callable[..., Line], needed_for: str, names: Mapping[str, str]) -> Iterator[Line]:
+    """Yields lines of one kind that are needed for one thing: by where it is, the names that must be there."""
+    for where, each in names.items():
+        yield kind(where, tuple(each.split()), needed_for)
+
+
 def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
     """Yields what the plug-in needs of vLLM's hooks."""
     for name, parameters in _HOOKS.items():
@@ -87,130 +102,101 @@ def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
         f"{_BASE}.__init__", ("_vllm_config", "_kv_transfer_config", "_kv_cache_config"), "ours reads what it sets"
     )
     yield Members(f"{_V1}.base:KVConnectorRole", {"SCHEDULER": 0, "WORKER": 1}, "ours is made for one of them")
-    yield Fields(
-        f"{_V1}.base:KVConnectorTransferResults",
-        ("finished_sending", "finished_recving", "failed_recving"),
-        "ours reports so",
-    )
+    results = {f"{_V1}.base:KVConnectorTransferResults": "finished_sending finished_recving failed_recving"}
+    yield from _lines(Fields, "ours reports so", results)
 
 
 def _callers() -> Iterator[Line]:
     """What vLLM does with the hooks: one that it does not call any more would be missed by no signature."""
-    yield Mentions(
-        f"{_SCHEDULER}.schedule",
-        ("get_num_new_matched_tokens", "update_state_after_alloc"),
-        "a decode server asks ours so whether a cache is elsewhere",
-    )
-    yield Mentions(
-        f"{_SCHEDULER}._get_local_prefix_cache_hit",
-        ("supports_divergent_local_hybrid_hits",),
-        "of hybrids no prefix of full attention is fetched again",
-    )
-    yield Mentions(f"{_SCHEDULER}.add_request", ("on_new_request",), "prompts with recurrent state are cut so")
-    yield Mentions(
-        f"{_SCHEDULER}._build_kv_connector_meta",
-        ("build_connector_meta",),
-        "the workers learn so what leaves and comes",
-    )
-    yield Mentions(
-        f"{_SCHEDULER}._connector_finished", ("request_finished_all_groups",), "blocks are kept so until they are sent"
-    )
-    yield Mentions(
-        f"{_SCHEDULER}._update_from_kv_xfer_finished",
-        ("update_connector_output", "finished_sending", "finished_recving", "_free_blocks"),
-        "blocks are freed, and requests go on, so",
-    )
-    yield Mentions(
-        f"{_SCHEDULER}._handle_failed_recving", ("recompute_kv_load_failures",), "failures follow the policy"
-    )
-    yield Mentions(
-        "vllm.v1.engine.core:EngineCore._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so"
-    )
+    for name, called, needed_for in (
+        (
+            "schedule",
+            "get_num_new_matched_tokens update_state_after_alloc",
+            "a decode server asks ours so whether a cache is elsewhere",
+        ),
+        (
+            "_get_local_prefix_cache_hit",
+            "supports_divergent_local_hybrid_hits",
+            "of hybrids no prefix of full attention is fetched again",
+        ),
+        ("add_request", "on_new_request", "prompts with recurrent state are cut so"),
+        ("_build_kv_connector_meta", "build_connector_meta", "the workers learn so what leaves and comes"),
+        ("_connector_finished", "request_finished_all_groups", "blocks are kept so until they are sent"),
+        (
+            "_update_from_kv_xfer_finished",
+            "update_connector_output finished_sending finished_recving _free_blocks",
+            "blocks are freed, and requests go on, so",
+        ),
+        ("_handle_failed_recving", "recompute_kv_load_failures", "failures follow the policy"),
+    ):
+        yield Mentions(f"{_SCHEDULER}.{name}", tuple(called.split()), needed_for)
+    yield Mentions(f"{_CORE}._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so")
     worker = ("start_load_kv", "wait_for_save", "get_transfer_results", "failed_recving", "get_kv_connector_stats")
-    yield Mentions(
-        "vllm.v1.worker.kv_connector_model_runner_mixin:KVConnectorModelRunnerMixin._get_kv_connector_output",
-        worker,
-        "workers call ours with every step",
-    )
-    runner = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector"
-    yield Mentions(f"{runner}.post_forward", worker[1:], "workers call ours with every step, in the newer model runner")
-    yield Mentions(
-        f"{runner}._start_load_kv", worker[:1], "workers call ours with every step, in the newer model runner"
-    )
+    runner, called = "vllm.v1.worker.kv_connector_model_runner_mixin", "workers call ours with every step"
+    yield Mentions(f"{runner}:KVConnectorModelRunnerMixin._get_kv_connector_output", worker, called)
+    runner, called = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector", f"{called}, in the newer model runner"
+    yield Mentions(f"{runner}.post_forward", worker[1:], called)
+    yield Mentions(f"{runner}._start_load_kv", worker[:1], called)
     yield Mentions(
         f"{runner}.pre_forward", ("handle_preemptions",), "preempted blocks are dropped before they are reused"
     )
 
 
 def _structures() -> Iterator[Line]:
-    yield Mentions(
-        "vllm.v1.request:Request.__init__",
-        (
-            "request_id",
-            "arrival_time",
-            "num_prompt_tokens",
-            "num_computed_tokens",
-            "kv_transfer_params",
-            "prompt_token_ids",
-            "prompt_embeds",
-            "_all_token_ids",
-            "max_tokens",
-            "status",
-        ),
-        _READ,
+    request = (
+        "request_id arrival_time num_prompt_tokens num_computed_tokens kv_transfer_params prompt_token_ids "
+        "prompt_embeds _all_token_ids max_tokens status"
     )
-    yield Call(
-        "vllm.v1.request:Request.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are"
-    )
-    yield Attributes("vllm.v1.request:Request", ("num_output_tokens",), "an adapter is loaded by then")
+    yield from _lines(Mentions, _READ, {f"{_REQUEST}.__init__": request})
+    yield Call(f"{_REQUEST}.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are")
+    yield Attributes(_REQUEST, ("num_output_tokens",), "an adapter is loaded by then")
     yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
     yield Mentions(
         "vllm.v1.engine.parallel_sampling:ParentRequest.get_child_info",
         ("request_id", "_"),
         'the choices of a request with n > 1 are told by their names, "0_<name>" and so on',
     )
-    yield Fields(
-        "vllm.v1.core.sched.output:SchedulerOutput",
-        ("num_scheduled_tokens", "preempted_req_ids", "kv_connector_metadata", "finished_req_ids"),
-        _READ,
-    )
+    fields = {
+        "sched.output:SchedulerOutput": (
+            "num_scheduled_tokens preempted_req_ids kv_connector_metadata finished_req_ids"
+        ),
+        "kv_cache_manager:KVCacheBlocks": "blocks",
+        "kv_cache_utils:KVCacheBlock": "block_id is_null",
+    }
+    yield from _lines(Fields, _READ, {f"vllm.v1.core.{where}": names for where, names in fields.items()})
     yield Fields("vllm.v1.outputs:KVConnectorOutput", ("finished_sending", "finished_recving", "failed_recving"), _READ)
-    yield Fields("vllm.v1.core.kv_cache_manager:KVCacheBlocks", ("blocks",), _READ)
-    yield Fields("vllm.v1.core.kv_cache_utils:KVCacheBlock", ("block_id", "is_null"), _READ)
     yield Signature("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", "self, request_id", "ours calls it")
     yield Mentions("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
-    yield Call("vllm.v1.core.block_pool:BlockPool.touch", 2, (), "blocks that are being read are kept so")
-    yield Call("vllm.v1.core.block_pool:BlockPool.free_blocks", 2, (), "blocks that were kept are given back so")
-    yield Call(
-        "vllm.v1.core.block_pool:BlockPool.get_num_free_blocks", 1, (), "what is held is given up where it is short"
-    )
+    yield Call(f"{_POOL}.touch", 2, (), "blocks that are being read are kept so")
+    yield Call(f"{_POOL}.free_blocks", 2, (), "blocks that were kept are given back so")
+    yield Call(f"{_POOL}.get_num_free_blocks", 1, (), "what is held is given up where it is short")
 
 
 def _caches() -> Iterator[Line]:
-    interface = "vllm.v1.kv_cache_interface"
-    yield Fields(f"{interface}:KVCacheConfig", ("num_blocks", "kv_cache_groups"), _READ)
-    yield Attributes(
-        f"{interface}:KVCacheConfig", ("transfer_groups", "transfer_group_ids", "select_transfer_block_ids"), _READ
-    )
-    yield Attributes(
-        f"{interface}:KVCacheConfig", ("needs_kv_cache_zeroing",), "ours clears what it loads where vLLM clears blocks"
-    )
-    yield Fields(f"{interface}:KVCacheGroupSpec", ("layer_names", "kv_cache_spec", "host_resident"), _READ)
-    yield Fields(f"{interface}:FullAttentionSpec", ("block_size", "head_size", "dtype"), "caches are described by it")
-    yield Fields(f"{interface}:SlidingWindowSpec", ("block_size", "sliding_window"), "caches are described by it")
-    yield Fields(
-        f"{interface}:ChunkedLocalAttentionSpec", ("block_size", "attention_chunk_size"), "caches are described by it"
-    )
-    yield Fields(
-        f"{interface}:AttentionSpec",
-        ("num_kv_heads", "num_head_slots", "max_tp_shards", "tokens_per_state"),
-        "it tells how KV heads are kept",
-    )
+    config = f"{_SPECS}:KVCacheConfig"
+    fields = {
+        config: "num_blocks kv_cache_groups",
+        f"{_SPECS}:KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
+        f"{_SPECS}:UniformTypeKVCacheSpecs": "kv_cache_specs",
+    }
+    yield from _lines(Fields, _READ, fields)
+    attributes = {
+        config: "transfer_groups transfer_group_ids select_transfer_block_ids",
+        f"{_SPECS}:UniformTypeKVCacheSpecs": "first_spec",
+    }
+    yield from _lines(Attributes, _READ, attributes)
+    yield Attributes(config, ("needs_kv_cache_zeroing",), "ours clears what it loads where vLLM clears blocks")
+    described = {
+        f"{_SPECS}:FullAttentionSpec": "block_size head_size dtype",
+        f"{_SPECS}:SlidingWindowSpec": "block_size sliding_window",
+        f"{_SPECS}:ChunkedLocalAttentionSpec": "block_size attention_chunk_size",
+    }
+    yield from _lines(Fields, "caches are described by it", described)
+    heads = {f"{_SPECS}:AttentionSpec": "num_kv_heads num_head_slots max_tp_shards tokens_per_state"}
+    yield from _lines(Fields, "it tells how KV heads are kept", heads)
     yield Members(
-        f"{interface}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
+        f"{_SPECS}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
     )
-    yield Attributes(f"{interface}:UniformTypeKVCacheSpecs", ("first_spec",), _READ)
-    yield Fields(f"{interface}:UniformTypeKVCacheSpecs", ("kv_cache_specs",), _READ)
     yield Members("vllm.v1.kv_cache_layout:KVCacheLayout", {"LBHNC": (0, 1, 2, 3, 4)}, "ours asks for it")
     yield Fields(
         "vllm.config.compilation:CompilationConfig", ("static_forward_context",), "attention layers are listed there"
@@ -218,99 +204,67 @@ def _caches() -> Iterator[Line]:
 
 
 def _states() -> Iterator[Line]:
-    interface = "vllm.v1.kv_cache_interface"
-    yield Fields(
-        f"{interface}:MambaSpec",
-        ("block_size", "shapes", "dtypes", "mamba_type", "tp_replicated"),
-        "recurrent state is described by it",
-    )
-    yield Attributes(
-        "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum",
-        ("MAMBA1", "MAMBA2", "GDN_ATTN", "SHORT_CONV", "LINEAR"),
-        "it tells how a convolution is divided",
-    )
-    yield Call(
-        "vllm.model_executor.layers.mamba.mamba_utils:is_conv_state_dim_first",
-        0,
-        (),
-        "where a convolution's channels are",
-    )
-    yield Mentions(
-        "vllm.model_executor.layers.mamba.abstract:MambaBase.bind_kv_cache",
-        ("kv_cache", "get_state_shape"),
-        "a layer has views of its states",
-    )
-    yield Mentions(
-        "vllm.model_executor.layers.mamba.mamba_mixer2:MambaMixer2.__init__",
-        ("intermediate_size", "n_groups", "ssm_state_size", "conv1d"),
-        "it tells how a convolution is divided",
-    )
+    mamba, divided = "vllm.model_executor.layers.mamba", "it tells how a convolution is divided"
+    spec = {f"{_SPECS}:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"}
+    yield from _lines(Fields, "recurrent state is described by it", spec)
+    kinds = {
+        "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum": "MAMBA1 MAMBA2 GDN_ATTN SHORT_CONV LINEAR"
+    }
+    yield from _lines(Attributes, divided, kinds)
+    yield Call(f"{mamba}.mamba_utils:is_conv_state_dim_first", 0, (), "where a convolution's channels are")
+    bound = {f"{mamba}.abstract:MambaBase.bind_kv_cache": "kv_cache get_state_shape"}
+    yield from _lines(Mentions, "a layer has views of its states", bound)
+    mixer = {f"{mamba}.mamba_mixer2:MambaMixer2.__init__": "intermediate_size n_groups ssm_state_size conv1d"}
+    yield from _lines(Mentions, divided, mixer)
 
 
 def _projections() -> Iterator[Line]:
-    projection = ("total_num_kv_heads", "num_kv_heads", "num_kv_head_replicas")
-    yield Mentions(
-        "vllm.model_executor.layers.linear:QKVParallelLinear.__init__", projection, "it knows how KV heads are divided"
-    )
-    yield Mentions(
-        "vllm.model_executor.layers.linear:ColumnParallelLinear.__init__",
-        ("tp_rank", "tp_size"),
-        "it knows how KV heads are divided",
-    )
-    yield Mentions(
-        "vllm.model_executor.layers.linear:QKVParallelLinear.weight_loader",
-        ("tp_rank", "num_kv_head_replicas"),
-        "ranks that share a KV head are neighbours",
-    )
+    linear = "vllm.model_executor.layers.linear"
+    projections = {
+        f"{linear}:QKVParallelLinear.__init__": "total_num_kv_heads num_kv_heads num_kv_head_replicas",
+        f"{linear}:ColumnParallelLinear.__init__": "tp_rank tp_size",
+    }
+    yield from _lines(Mentions, "it knows how KV heads are divided", projections)
+    loader = {f"{linear}:QKVParallelLinear.weight_loader": "tp_rank num_kv_head_replicas"}
+    yield from _lines(Mentions, "ranks that share a KV head are neighbours", loader)
 
 
 def _configuration() -> Iterator[Line]:
-    configuration = "vllm.config.vllm:VllmConfig"
-    yield Fields(
-        configuration,
-        (
-            "model_config",
-            "cache_config",
-            "parallel_config",
-            "compilation_config",
-            "kv_transfer_config",
-            "attention_config",
-            "aux_output_config",
-        ),
-        _READ,
-    )
-    yield Attributes(configuration, ("num_prefill_lookahead_tokens",), "as many tokens of a prompt are held back")
-    yield Fields("vllm.config.attention:AttentionConfig", ("hisparse_config",), "ours refuses HiSparse")
-    yield Fields("vllm.config.aux_output:AuxOutputConfig", ("enable_return_routed_experts",), "ours refuses it")
-    yield Fields(
-        "vllm.config.parallel:ParallelConfig",
-        ("decode_context_parallel_size", "prefill_context_parallel_size", "pipeline_parallel_size"),
-        "which ranks share tokens and layers",
-    )
-    yield Fields("vllm.config.parallel:ParallelConfig", ("enable_elastic_ep",), "ours refuses it")
-    yield Attributes(
-        "vllm.config.parallel:ParallelConfig", ("use_ubatching",), "layers leave one by one where a step is one part"
-    )
     transfer = "vllm.config.kv_transfer:KVTransferConfig"
-    yield Fields(transfer, ("engine_id", "kv_buffer_device", "kv_connector_extra_config"), _READ)
+    read = {
+        _CONFIG: (
+            "model_config cache_config parallel_config compilation_config kv_transfer_config attention_config "
+            "aux_output_config"
+        ),
+        transfer: "engine_id kv_buffer_device kv_connector_extra_config",
+    }
+    yield from _lines(Fields, _READ, read)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
-    yield Call("vllm.config.model:ModelConfig.get_total_num_hidden_layers", 1, (), "the model's shape")
-    yield Attributes("vllm.config.model:ModelConfig", ("use_mla",), "any order of blocks will do for latents")
-    state = "vllm.distributed.parallel_state"
+    yield Attributes(_CONFIG, ("num_prefill_lookahead_tokens",), "as many tokens of a prompt are held back")
+    yield Fields("vllm.config.attention:AttentionConfig", ("hisparse_config",), "ours refuses HiSparse")
+    refused = {
+        "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
+        _PARALLEL: "enable_elastic_ep",
+    }
+    yield from _lines(Fields, "ours refuses it", refused)
+    sizes = {_PARALLEL: "decode_context_parallel_size prefill_context_parallel_size pipeline_parallel_size"}
+    yield from _lines(Fields, "which ranks share tokens and layers", sizes)
+    yield Attributes(_PARALLEL, ("use_ubatching",), "layers leave one by one where a step is one part")
+    yield Call(f"{_MODEL}.get_total_num_hidden_layers", 1, (), "the model's shape")
+    yield Attributes(_MODEL, ("use_mla",), "any order of blocks will do for latents")
     for name in ("get_tp_group", "get_pp_group"):
-        yield Call(f"{state}:{name}", 0, (), "a worker's place")
-    yield Fields(f"{state}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
-    yield Fields(f"{state}:GroupCoordinator", ("cpu_group",), "pipeline stages tell each other what they have")
+        yield Call(f"{_RANKS}:{name}", 0, (), "a worker's place")
+    yield Fields(f"{_RANKS}:GroupCoordinator", ("rank_in_group", "world_size"), "a worker's place")
+    yield Fields(f"{_RANKS}:GroupCoordinator", ("cpu_group",), "pipeline stages tell each other what they have")
 
 
 def _context_parallelism() -> Iterator[Line]:
     """What says which tokens a rank keeps. A vLLM without `dcp_sharded` does not start with any of it."""
     needed_for = "which tokens a rank keeps"
-    yield Fields("vllm.config.parallel:ParallelConfig", ("cp_kv_cache_interleave_size",), needed_for)
-    yield Fields("vllm.v1.kv_cache_interface:KVCacheSpec", ("dcp_sharded",), needed_for)
-    state = "vllm.distributed.parallel_state"
+    fields = {_PARALLEL: "cp_kv_cache_interleave_size", f"{_SPECS}:KVCacheSpec": "dcp_sharded"}
+    yield from _lines(Fields, needed_for, fields)
     for name in ("get_pcp_group", "get_dcp_group"):
-        yield Call(f"{state}:{name}", 0, (), needed_for)
+        yield Call(f"{_RANKS}:{name}", 0, (), needed_for)
     yield Mentions(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.__init__",
         ("dcp_sharded", "dcp_world_size", "block_size"),
@@ -350,19 +304,22 @@ def _changes() -> Iterator[Line]:
         yield Signature(f"{_CORE}.{name}", f"self, {parameters}", needed_for)
     yield Call(f"{_CORE}.reset_prefix_cache", 1, (), needed_for)
     yield Call(f"{_CORE}.list_loras", 1, (), needed_for)
-    yield Mentions(f"{_CORE}.__init__", ("model_executor", "scheduler", "init_kv_output_aggregator"), needed_for)
-    yield Signature("vllm.v1.executor.abstract:Executor.init_kv_output_aggregator", "self, connector", needed_for)
-    for name in ("start_weight_update", "update_weights", "finish_weight_update"):
-        yield Mentions(f"vllm.v1.engine.async_llm:AsyncLLM.{name}", ("collective_rpc", name), needed_for)
+    yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
+    yield Signature(f"{_EXECUTOR}.init_kv_output_aggregator", "self, connector", needed_for)
+    updates = ("start_weight_update", "update_weights", "finish_weight_update")
+    noticed = {
+        f"{_CORE}.__init__": "model_executor scheduler init_kv_output_aggregator",
+        **{f"vllm.v1.engine.async_llm:AsyncLLM.{name}": f"collective_rpc {name}" for name in updates},
+        f"{_SCHEDULER}._handle_blocked_waiting_request": "finished_recving_kv_req_ids",
+    }
+    yield from _lines(Mentions, needed_for, noticed)
     asleep = "memory is not given back that is registered"
     for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
-    yield Mentions("vllm.v1.executor.abstract:Executor.__init__", ("sleeping_tags",), asleep)
-    yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
+    yield Mentions(f"{_EXECUTOR}.__init__", ("sleeping_tags",), asleep)
     yield Attributes(_SCHEDULER, ("pause_state",), "a pause waits for nobody who is paused as well")
-    yield Members("vllm.v1.core.sched.interface:PauseState", {"UNPAUSED": 0}, "ours asks whether it is paused")
-    yield Mentions(f"{_SCHEDULER}._handle_blocked_waiting_request", ("finished_recving_kv_req_ids",), needed_for)
-    yield Call("vllm.v1.executor.abstract:Executor.collective_rpc", 2, (), "workers are asked for their weights")
+    yield Members(f"{_INTERFACE}:PauseState", {"UNPAUSED": 0}, "ours asks whether it is paused")
+    yield Call(f"{_EXECUTOR}.collective_rpc", 2, (), "workers are asked for their weights")
     yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")
     yield Mentions(
         "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
@@ -371,87 +328,68 @@ def _changes() -> Iterator[Line]:
     )
     yield Signature(f"{_BASE}.reset_cache", "self", _CALLED)
     yield Mentions(f"{_SCHEDULER}.reset_connector_cache", ("reset_cache",), _CALLED)
+
+
+def _kept() -> Iterator[Line]:
+    """What vLLM and connectors keep from before a change, and drop."""
     found = "nothing that old weights have computed is found again"
-    several = f"{_V1}.multi_connector:MultiConnector"
-    yield Mentions(f"{several}.__init__", ("_connectors",), found)
-    yield Mentions(f"{several}.reset_cache", ("_connectors", "reset_cache"), found)
-    yield Mentions(f"{_V1}.offloading_connector:OffloadingConnector.__init__", ("connector_scheduler",), found)
-    offloading = f"{_V1}.offloading.scheduler"
-    yield Mentions(
-        f"{offloading}:OffloadingConnectorScheduler.__init__",
-        ("manager", "_req_status", "_current_batch_allocated_block_ids"),
-        found,
-    )
+    several, offloading = f"{_V1}.multi_connector:MultiConnector", f"{_V1}.offloading.scheduler"
+    encoded, worker = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager", "vllm.v1.worker"
+    mentioned = {
+        f"{several}.__init__": "_connectors",
+        f"{several}.reset_cache": "_connectors reset_cache",
+        f"{_V1}.offloading_connector:OffloadingConnector.__init__": "connector_scheduler",
+        f"{offloading}:OffloadingConnectorScheduler.__init__": (
+            "manager _req_status _current_batch_allocated_block_ids"
+        ),
+        f"{offloading}:RequestOffloadState.update_offload_keys": "block_hashes offload_keys",
+        "vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.__init__": "secondary_tiers",
+        f"{_POOL}.__init__": "num_gpu_blocks",
+        f"{_SCHEDULER}.__init__": "encoder_cache_manager ec_connector",
+        f"{encoded}.__init__": "cached num_freeable_slots",
+        f"{encoded}.can_allocate": "get_num_encoder_embeds freeable",
+        f"{worker}.gpu_model_runner:GPUModelRunner.__init__": "encoder_cache",
+        f"{worker}.gpu.model_runner:GPUModelRunner.__init__": "encoder_cache",
+        f"{worker}.gpu.mm.encoder_cache:EncoderCache.__init__": "encoder_outputs",
+        f"{_REQUEST}.__init__": "block_hashes cache_salt",
+    }
+    yield from _lines(Mentions, found, mentioned)
     yield Fields(f"{offloading}:RequestOffloadState", ("group_states",), found)
-    yield Mentions(f"{offloading}:RequestOffloadState.update_offload_keys", ("block_hashes", "offload_keys"), found)
-    yield Mentions("vllm.v1.kv_offload.tiering.manager:TieringOffloadingManager.__init__", ("secondary_tiers",), found)
-    yield Mentions("vllm.v1.core.block_pool:BlockPool.__init__", ("num_gpu_blocks",), found)
-    yield Call("vllm.v1.core.block_pool:BlockPool.evict_blocks", 2, (), found)
-    yield Mentions(f"{_SCHEDULER}.__init__", ("encoder_cache_manager", "ec_connector"), found)
-    encoded = "vllm.v1.core.encoder_cache_manager:EncoderCacheManager"
-    yield Mentions(f"{encoded}.__init__", ("cached", "num_freeable_slots"), found)
+    yield Call(f"{_POOL}.evict_blocks", 2, (), found)
     yield Call(f"{encoded}.can_allocate", 5, (), found)
-    yield Mentions(f"{encoded}.can_allocate", ("get_num_encoder_embeds", "freeable"), found)
-    yield Mentions("vllm.v1.worker.gpu_model_runner:GPUModelRunner.__init__", ("encoder_cache",), found)
-    yield Mentions("vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__", ("encoder_cache",), found)
-    yield Mentions("vllm.v1.worker.gpu.mm.encoder_cache:EncoderCache.__init__", ("encoder_outputs",), found)
-    yield Call("vllm.v1.request:Request.update_block_hashes", 1, (), found)
-    yield Mentions("vllm.v1.request:Request.__init__", ("block_hashes", "cache_salt"), found)
+    yield Call(f"{_REQUEST}.update_block_hashes", 1, (), found)
 
 
 def _identity() -> Iterator[Line]:
     """What says what caches are beyond their layout, and what a request's cache depends on."""
+    compared = "servers are compared by it"
     fields = {
-        "vllm.config.vllm:VllmConfig": ("load_config", "compilation_config", "speculative_config"),
-        "vllm.config.model:ModelConfig": (
-            "model",
-            "model_weights",
-            "revision",
-            "dtype",
-            "quantization",
-            "hf_text_config",
-            "disable_sliding_window",
-            "multimodal_config",
-            "enable_sleep_mode",
+        _CONFIG: "load_config compilation_config speculative_config",
+        _MODEL: (
+            "model model_weights revision dtype quantization hf_text_config disable_sliding_window multimodal_config "
+            "enable_sleep_mode"
         ),
-        "vllm.config.cache:CacheConfig": ("cache_dtype", "kv_cache_dtype_skip_layers", "enable_prefix_caching"),
-        "vllm.config.load:LoadConfig": ("load_format", "download_dir"),
-        "vllm.config.parallel:ParallelConfig": (
-            "tensor_parallel_size",
-            "data_parallel_size",
-            "enable_expert_parallel",
-        ),
-        "vllm.config.speculative:SpeculativeConfig": ("method", "draft_model_config"),
-        "vllm.config.multimodal:MultiModalConfig": ("mm_processor_cache_gb", "mm_hasher_algorithm"),
-        "vllm.v1.kv_cache_interface:AttentionSpec": ("num_kv_heads", "num_head_slots", "state_content_bytes"),
-        "vllm.multimodal.inputs:MultiModalFeatureSpec": ("identifier", "modality", "mm_position"),
-        "vllm.multimodal.inputs:PlaceholderRange": ("offset", "length"),
-        "vllm.lora.request:LoRARequest": ("lora_name", "lora_int_id", "lora_path", "load_inplace"),
+        "vllm.config.cache:CacheConfig": "cache_dtype kv_cache_dtype_skip_layers enable_prefix_caching",
+        "vllm.config.load:LoadConfig": "load_format download_dir",
+        _PARALLEL: "tensor_parallel_size data_parallel_size enable_expert_parallel",
+        "vllm.config.speculative:SpeculativeConfig": "method draft_model_config",
+        "vllm.config.multimodal:MultiModalConfig": "mm_processor_cache_gb mm_hasher_algorithm",
+        f"{_SPECS}:AttentionSpec": "num_kv_heads num_head_slots state_content_bytes",
+        "vllm.multimodal.inputs:MultiModalFeatureSpec": "identifier modality mm_position",
+        "vllm.multimodal.inputs:PlaceholderRange": "offset length",
+        "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path load_inplace",
     }
-    for where, names in fields.items():
-        yield Fields(where, names, "servers are compared by it")
-    yield Mentions(
-        "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter",
-        ("get_adapter_absolute_path",),
-        "adapters are read where vLLM reads them",
-    )
-    yield Mentions(
-        "vllm.lora.utils:get_adapter_absolute_path",
-        ("isabs", "startswith", "expanduser", "exists", "snapshot_download"),
-        "adapters are read where vLLM reads them",
-    )
-    yield Attributes("vllm.config.model:ModelConfig", ("architecture",), "servers are compared by it")
-    yield Call(
-        "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.get_attn_backend",
-        1,
-        (),
-        "how a layer's cache is ordered follows from its backend",
-    )
-    yield Mentions(
-        "vllm.v1.request:Request.__init__",
-        ("prompt_embeds", "lora_request", "mm_features", "cache_salt"),
-        "requests are compared by it",
-    )
+    yield from _lines(Fields, compared, fields)
+    yield Attributes(_MODEL, ("architecture",), compared)
+    adapters = {
+        "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "get_adapter_absolute_path",
+        "vllm.lora.utils:get_adapter_absolute_path": "isabs startswith expanduser exists snapshot_download",
+    }
+    yield from _lines(Mentions, "adapters are read where vLLM reads them", adapters)
+    layer = "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
+    yield Call(f"{layer}.get_attn_backend", 1, (), "how a layer's cache is ordered follows from its backend")
+    request = {f"{_REQUEST}.__init__": "prompt_embeds lora_request mm_features cache_salt"}
+    yield from _lines(Mentions, "requests are compared by it", request)
     yield Mentions(
         "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
         ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
@@ -469,13 +407,8 @@ def _connectors_and_metrics() -> Iterator[Line]:
         "MultiConnector finds the class of our statistics so",
     )
     metrics = f"{_V1}.metrics"
-    for name, parameters in {
-        "reset": "self",
-        "is_empty": "self",
-        "aggregate": "self, other",
-        "reduce": "self",
-    }.items():
-        yield Signature(f"{metrics}:KVConnectorStats.{name}", parameters, _CALLED)
+    for name, more in {"reset": "", "is_empty": "", "aggregate": ", other", "reduce": ""}.items():
+        yield Signature(f"{metrics}:KVConnectorStats.{name}", f"self{more}", _CALLED)
     yield Fields(f"{metrics}:KVConnectorStats", ("data",), "figures are carried in it")
     yield Signature(
         f"{metrics}:KVConnectorPromMetrics.__init__",
@@ -484,12 +417,9 @@ def _connectors_and_metrics() -> Iterator[Line]:
     )
     yield Signature(f"{metrics}:KVConnectorPromMetrics.observe", "self, transfer_stats_data, engine_idx=", _CALLED)
     yield Call("vllm.v1.metrics.utils:create_metric_per_engine", 2, (), "metrics have a label for the engine")
-    yield Attributes(
-        "vllm.platforms.interface:Platform",
-        ("is_cpu", "is_cuda", "is_cuda_alike", "get_device_capability"),
-        "ours asks where it runs",
-    )
-    yield Fields("vllm.platforms.interface:Platform", ("device_name", "device_type"), "ours asks where it runs")
+    platform, asked = "vllm.platforms.interface:Platform", "ours asks where it runs"
+    yield Attributes(platform, ("is_cpu", "is_cuda", "is_cuda_alike", "get_device_capability"), asked)
+    yield Fields(platform, ("device_name", "device_type"), asked)
 
 
 def _cache_hit_source() -> Iterator[Line]:
@@ -502,7 +432,7 @@ def _cache_hit_source() -> Iterator[Line]:
 
 def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
     caches = (_caches, _states, _projections)
-    parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _connectors_and_metrics)
+    parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _kept, _connectors_and_metrics)
     others = (line for part in parts for line in part())
     return Contract("vLLM", (tried,), (*hook_lines(unknown), *others, *more))
 
@@ -514,39 +444,29 @@ CONTRACTS = (
 )
 """What holds wherever vLLM runs, in each version that was tried."""
 
-CPU_LINES: tuple[Line, ...] = (
-    Call(
-        "vllm.v1.attention.backends.cpu_attn:_get_attn_isa",
-        4,
-        (),
-        "the order within a block is the CPU kernel's, and named by it",
-    ),
-)
+_ORDERED = "the order within a block is the CPU kernel's, and named by it"
+CPU_LINES: tuple[Line, ...] = (Call("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", 4, (), _ORDERED),)
 """What holds besides where vLLM runs on a CPU."""
 
-_SERVER = "vllm.v1.engine.core:EngineCoreProc"
+_MEANWHILE = "blocks that decode servers fetch are kept meanwhile"
 
 ENDING = Contract(
     "vLLM",
     ("0.31.0", "0.32.0", "0.33.0"),
     (
-        Fields("vllm.config.vllm:VllmConfig", ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
+        Fields(_CONFIG, ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
         Mentions(
-            f"{_SERVER}.run_engine_core",
+            f"{_CORE}Proc.run_engine_core",
             ("signal_handler", "SIGTERM", "shutdown_timeout"),
             "ours is called before its handler",
         ),
         Mentions(
-            f"{_SERVER}._handle_shutdown",
+            f"{_CORE}Proc._handle_shutdown",
             ("shutdown_timeout", "has_work"),
             "it takes no new requests, and ends what it has",
         ),
-        Mentions(f"{_SERVER}.has_work", ("has_requests",), "blocks that decode servers fetch are kept meanwhile"),
-        Mentions(
-            "vllm.v1.core.sched.interface:SchedulerInterface.has_requests",
-            ("has_finished_requests",),
-            "blocks that decode servers fetch are kept meanwhile",
-        ),
+        Mentions(f"{_CORE}Proc.has_work", ("has_requests",), _MEANWHILE),
+        Mentions(f"{_INTERFACE}:SchedulerInterface.has_requests", ("has_finished_requests",), _MEANWHILE),
     ),
 )
 """What `termination` builds on. A server without it serves, and cannot be relied upon to drain on a SIGTERM."""
