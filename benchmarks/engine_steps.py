@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -390,7 +391,9 @@ def vllm_scheduler() -> Sides:
     from kvferry.engines.vllm.caches import CacheGroup
     from kvferry.engines.vllm.scheduling import SchedulerSide
 
-    side = SchedulerSide([CacheGroup("all", ("layer",), 16)], engine="measured", may_send=True, may_receive=True)
+    conditions: Any = SimpleNamespace(of=lambda *_: {}, are_known=lambda *_: True, computed_here=lambda _: None)
+    groups = [CacheGroup("all", ("layer",), 16)]
+    side = SchedulerSide(groups, engine="measured", may_send=True, may_receive=True, conditions=conditions)
     side.bind(lambda _: [[Block(1), Block(2)]], None)  # type: ignore[arg-type]
     running = {f"running {number}": 1 for number in range(256)}
 

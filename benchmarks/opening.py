@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 
 import kvferry as kf
+from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.layouts import DescribedCaches
-from kvferry.engines.vllm.scheduling import _numbers
 from kvferry.engines.vllm.steps import GroupBlocks
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.plan.requests.page_numbers import PageNumbers, checked_pages
@@ -88,7 +88,7 @@ def end(receiver: kf.Receiver) -> None:
 def figures(pages: Pages, repeats: int, endpoint: kf.DecodeEndpoint, rooms: itertools.count[int]) -> dict[str, float]:
     """All parts, for one number of pages in one order."""
     tokens, group = PAGE_TOKENS * len(pages), endpoint.layout.groups[0]
-    blocks = [Block(int(each)) for each in pages]
+    blocks, table = [Block(int(each)) for each in pages], CacheGroup(group.name, ("layer",), PAGE_TOKENS)
     worker: Any = WorkerSide.__new__(WorkerSide)
     worker._described, worker._layout_groups = DescribedCaches(endpoint.layout, {group.name: 1}), {group.name: group}
     rows, given = pages.astype(np.int32), GroupBlocks(0, pages)
@@ -99,7 +99,7 @@ def figures(pages: Pages, repeats: int, endpoint: kf.DecodeEndpoint, rooms: iter
             lambda: checked_pages(rows, pool_pages=group.num_pages, where="here"), repeats
         ),
         "packing": median_us(lambda: PageNumbers.of(pages), repeats),
-        "vLLM's scheduler": median_us(lambda: _numbers(0, blocks), repeats),
+        "vLLM's scheduler": median_us(lambda: GroupBlocks.of(table, 0, blocks), repeats),
         "vLLM's worker": median_us(lambda: worker.pages(group.name, given, tokens), repeats),
     }
 

@@ -696,9 +696,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM's window starts a block late",
-        "engines/vllm/scheduling.py",
-        "return first // group.table_tokens, -(-tokens // group.table_tokens)",
-        "return -(-first // group.table_tokens), -(-tokens // group.table_tokens)",
+        "engines/vllm/caches.py",
+        "return first // self.table_tokens, stop",
+        "return -(-first // self.table_tokens), stop",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
@@ -808,21 +808,21 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM: a window that no prefix cache keeps is taken for held",
-        "engines/vllm/scheduling.py",
-        "max(prefix_tokens if group.is_prefix_cached else 0, group.first_attended(tokens))",
-        "max(prefix_tokens, group.first_attended(tokens))",
+        "engines/vllm/caches.py",
+        "max(prefix_tokens if self.is_prefix_cached else 0, self.first_attended(tokens))",
+        "max(prefix_tokens, self.first_attended(tokens))",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
         "vLLM: choices copy blocks that have been given to others",
-        "engines/vllm/scheduling.py",
+        "engines/vllm/fetching.py",
         "self._pool.touch(kept)",
         "kept.clear()",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(
         "vLLM: choices copy from one that has lost its cache",
-        "engines/vllm/scheduling.py",
+        "engines/vllm/fetching.py",
         "or first.num_computed_tokens < there:",
         "or first.num_computed_tokens < 0:",
         "tests/unit/engines/test_vllm_scheduling.py",
@@ -843,7 +843,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "vLLM: recurrent state is sent from the first block",
-        "engines/vllm/scheduling.py",
+        "engines/vllm/caches.py",
         "return max(0, stop - 1), stop",
         "return 0, min(1, stop)",
         "tests/unit/engines/test_vllm_scheduling.py",
@@ -1794,7 +1794,7 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: what loads an adapter for requests that are not exchanged is not known",
         "engines/vllm/scheduling.py",
-        "            self._computed_here(request)\n",
+        "            self._conditions.computed_here(request)\n",
         "            pass\n",
         "tests/unit/engines/test_vllm_scheduling.py",
     ),

@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from tests.support.vllm_conditions import made_up
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, split
 from kvferry.engines.fingerprint import request_conditions
@@ -191,7 +192,7 @@ class Engine:
             may_send=sends,
             may_receive=not sends,
             held_back_tokens=held_back_tokens,
-            conditions=lambda request, tokens: request_conditions(request.prompt_token_ids, count=tokens),
+            conditions=made_up(lambda request, tokens: request_conditions(request.prompt_token_ids, count=tokens)),
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.scheduler.bind(lambda request: self.tables[request], cast(Any, Pool()))

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from tests.support.vllm_conditions import made_up
 from tests.support.vllm_ranks import Deployment
 from vllm import SamplingParams
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -291,7 +292,7 @@ class Engine:
             dcp_world_size=made.dcp,
         )
         groups = groups_of(kept, self.config.parallel_config)
-        self.scheduler = SchedulerSide(groups, engine=name, may_send=sends, may_receive=not sends)
+        self.scheduler = SchedulerSide(groups, engine=name, may_send=sends, may_receive=not sends, conditions=made_up())
         self.scheduler.bind(self.tables, self.manager.block_pool)
 
     def _add_rank(self, network: LocalNetwork, rank: int, prefill_rank: int) -> None:

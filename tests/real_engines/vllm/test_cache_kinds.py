@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.collecting import shown_in, unshown
+from tests.support.vllm_conditions import made_up
 from tests.support.vllm_ranks import ALONE
 from vllm import SamplingParams
 from vllm.model_executor.models.extract_hidden_states import CacheOnlyAttentionBackend
@@ -151,7 +152,7 @@ def test_a_prefix_of_which_full_attention_alone_is_here_is_not_fetched_again():
     assert manager.get_computed_blocks(second)[1] == 0, "without such a connector nothing is taken for here"
     computed, here, _, has_diverged = manager.get_computed_blocks_for_connector(second)
     assert (here, has_diverged) == (64, True)
-    side = SchedulerSide(groups, engine="here", may_send=False, may_receive=True)
+    side = SchedulerSide(groups, engine="here", may_send=False, may_receive=True, conditions=made_up())
     missing = side.tokens_elsewhere(second, here)
     assert missing == 99 - 64
     assert manager.allocate_slots(

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from tests.support.vllm_conditions import made_up
 from tests.support.waiting import eventually
 
 from kvferry.engines.vllm.caches import CacheGroup
@@ -22,7 +23,7 @@ from kvferry.engines.vllm.parameters import (
     receive_parameters,
     send_parameters,
 )
-from kvferry.engines.vllm.scheduling import Conditions, SchedulerSide
+from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks
 from kvferry.errors import UsageError
 
@@ -82,9 +83,7 @@ class Scheduler:
         *groups: CacheGroup,
         held_back_tokens: int = 1,
         hold_s: float = 0.0,
-        conditions: Conditions | None = None,
-        are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
-        computed_here: Callable[[Any], None] = lambda _: None,
+        conditions: Any = None,
     ) -> None:
         self.groups = groups or (FULL,)
         self.side = SchedulerSide(
@@ -94,9 +93,7 @@ class Scheduler:
             may_receive=True,
             held_back_tokens=held_back_tokens,
             hold_s=hold_s,
-            conditions=conditions,
-            are_conditions_known=are_conditions_known,
-            computed_here=computed_here,
+            conditions=conditions or made_up(),
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.pool = Pool()
@@ -287,7 +284,7 @@ class TestSending:
 
     def test_who_may_not_send_does_not(self):
         scheduler, request = Scheduler(), prefill_request(14)
-        scheduler.side = SchedulerSide((FULL,), engine="here", may_send=False, may_receive=True)
+        scheduler.side = SchedulerSide((FULL,), engine="here", may_send=False, may_receive=True, conditions=made_up())
         scheduler.allocate(request)
         assert scheduler.step(request, 14).send == []
 
@@ -558,7 +555,7 @@ class TestWhatIsOutdated:
 
     def test_what_has_come_and_waits_to_be_computed_to_its_end_is_not_sent_on(self):
         """vLLM goes on with it, and asks for what it is sent as when it does: it is not the new weights'."""
-        scheduler = Scheduler(conditions=lambda *_: {"weights": b"new"})
+        scheduler = Scheduler(conditions=made_up(lambda *_: {"weights": b"new"}))
         request = Request("r", 14, {**(decode_request(14).kv_transfer_params or {}), "do_remote_decode": True})
         scheduler.allocate(request, external=13)
         scheduler.step()
@@ -1044,7 +1041,7 @@ class TestConditions:
             asked.append(tokens)
             return {"prompt": b"1"}
 
-        scheduler = Scheduler(conditions=conditions)
+        scheduler = Scheduler(conditions=made_up(conditions))
         request = prefill_request(13)
         scheduler.allocate(request)
         assert [each.depends_on for each in scheduler.step(request, 8).send] == [{"prompt": b"1"}]
@@ -1057,7 +1054,8 @@ class TestConditions:
     @pytest.mark.parametrize("request_of", [decode_request, prefill_request])
     def test_a_request_of_which_they_are_not_known_waits_for_them(self, request_of: Callable[[int], Request]):
         known: list[str] = []
-        scheduler, request = Scheduler(are_conditions_known=lambda each, _: each.request_id in known), request_of(13)
+        scheduler = Scheduler(conditions=made_up(are_known=lambda each, _: each.request_id in known))
+        request = request_of(13)
         assert scheduler.side.tokens_elsewhere(request, 0) is None
         assert scheduler.side.tokens_elsewhere(replace(request, kv_transfer_params=None), 0) == 0, "nobody asks for it"
         known.append("r")
@@ -1070,9 +1068,7 @@ class TestConditions:
     ):
         """vLLM loads it with the first request that has it, whatever request that is, and then has it."""
         known = DependsOn()
-        scheduler = Scheduler(
-            conditions=known.of, are_conditions_known=known.are_known, computed_here=known.computed_here
-        )
+        scheduler = Scheduler(conditions=known)
 
         def write(content: bytes) -> None:
             (tmp_path / "adapter_model.bin").write_bytes(content)
@@ -1106,7 +1102,7 @@ class TestConditions:
             begun.append((request.request_id, tokens))
             return False
 
-        scheduler = Scheduler(are_conditions_known=are_known)
+        scheduler = Scheduler(conditions=made_up(are_known=are_known))
         scheduler.side.came_in(request_of(13))
         scheduler.side.came_in(Request("alone", 13))
         assert begun == [("r", 12)]
@@ -1115,7 +1111,7 @@ class TestConditions:
         def never(request: Any, tokens: int) -> dict[str, bytes]:
             raise AssertionError("the scheduler would wait for it")
 
-        scheduler = Scheduler(conditions=never, are_conditions_known=lambda *_: False)
+        scheduler = Scheduler(conditions=made_up(never, are_known=lambda *_: False))
         scheduler.side.finished(decode_request(13), is_aborted=True)
         (declined,) = scheduler.step().receive
         assert not declined.is_wanted
@@ -1123,11 +1119,11 @@ class TestConditions:
 
     @pytest.mark.parametrize("external", [12, 4, 0])
     def test_a_request_for_a_cache_carries_them_also_where_nothing_is_missing(self, external: int):
-        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler = Scheduler(conditions=made_up(lambda request, tokens: {"prompt": b"%d" % tokens}))
         scheduler.allocate(decode_request(13), external=external)
         assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]
 
     def test_a_request_that_ended_early_is_declined_with_them(self):
-        scheduler = Scheduler(conditions=lambda request, tokens: {"prompt": b"%d" % tokens})
+        scheduler = Scheduler(conditions=made_up(lambda request, tokens: {"prompt": b"%d" % tokens}))
         scheduler.side.finished(decode_request(13), is_aborted=True)
         assert [each.depends_on for each in scheduler.step().receive] == [{"prompt": b"12"}]

@@ -10,6 +10,7 @@ from types import FrameType
 from typing import Any, cast
 
 import pytest
+from tests.support.vllm_conditions import made_up
 from tests.unit.engines.test_vllm_worker import described
 
 from kvferry import RankCoordinates, Settings
@@ -54,7 +55,7 @@ def test_a_program_that_has_the_engine_in_itself_keeps_its_own_handler(handled: 
 
 
 def test_workers_hear_of_it_with_the_next_step():
-    scheduler = SchedulerSide((), engine="e", may_send=True, may_receive=False)
+    scheduler = SchedulerSide((), engine="e", may_send=True, may_receive=False, conditions=made_up())
     assert not scheduler.take_step({}, ()).drains
     scheduler.drain()
     assert scheduler.take_step({}, ()).drains

@@ -45,6 +45,19 @@ class CacheGroup:
         """Whether vLLM takes blocks back from a request that is running, once no later token needs them."""
         return self.window_tokens is not None or self.chunk_tokens is not None or self.has_state
 
+    def needed(self, prefix_tokens: int, tokens: int) -> tuple[int, int]:
+        """Returns the first block of a request that is needed for its first so many tokens, and the one after the last.
+
+        Args:
+            prefix_tokens: how many of them are there already.
+            tokens: those.
+        """
+        stop = -(-tokens // self.table_tokens)
+        if self.has_state:
+            return max(0, stop - 1), stop
+        first = max(prefix_tokens if self.is_prefix_cached else 0, self.first_attended(tokens))
+        return first // self.table_tokens, stop
+
     def first_attended(self, tokens: int) -> int:
         """Returns the position of the first token that the one behind so many tokens attends to.
 

@@ -132,9 +132,7 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 may_receive=transfer.is_kv_consumer,
                 held_back_tokens=held_back_tokens(vllm_config),
                 hold_s=self._settings.bootstrap_timeout_s,
-                conditions=conditions.of,
-                are_conditions_known=conditions.are_known,
-                computed_here=conditions.computed_here,
+                conditions=conditions,
             )
             self.changes = Changes(self._scheduler, conditions, follows_sleep=follows_sleep)
             watch(EngineCore, Executor)

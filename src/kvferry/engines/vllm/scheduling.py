@@ -8,15 +8,14 @@ tokens are held back: what those modules cache of the last tokens depends on dra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from math import inf
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, fetch_key, send_key
+from kvferry.engines.vllm.choices import FirstChoices, send_key
+from kvferry.engines.vllm.fetching import Fetches
 from kvferry.engines.vllm.holding import HeldRequests
 from kvferry.engines.vllm.objects import Block, BlockPool, BlockTables, Request
 from kvferry.engines.vllm.parameters import (
@@ -27,9 +26,12 @@ from kvferry.engines.vllm.parameters import (
     send_parameters,
 )
 from kvferry.engines.vllm.stats import TransferLog
-from kvferry.engines.vllm.steps import BlocksToReceive, BlocksToSend, GroupBlocks, Step
+from kvferry.engines.vllm.steps import BlocksToSend, GroupBlocks, Step
 from kvferry.errors import UsageError
 from kvferry.loggers import logger_of
+
+if TYPE_CHECKING:
+    from kvferry.engines.vllm.identity import Conditions
 
 log = logger_of(__name__)
 
@@ -38,10 +40,6 @@ _SHORTENED = "_p_side_truncated"
 so that beside each other (MultiConnector) the two cut once."""
 
 _ENDED = "ended on the prefill side before"
-
-
-Conditions = Callable[[Any, int], dict[str, bytes]]
-"""What the cache of a request depends on; see `identity.Conditions`."""
 
 
 @dataclass(slots=True)
@@ -86,9 +84,7 @@ class SchedulerSide:
         may_receive: bool,
         held_back_tokens: int = 1,
         hold_s: float = inf,
-        conditions: Conditions | None = None,
-        are_conditions_known: Callable[[Any, int], bool] = lambda *_: True,
-        computed_here: Callable[[Any], None] = lambda _: None,
+        conditions: Conditions,
     ) -> None:
         """Begins with no requests.
 
@@ -100,18 +96,11 @@ class SchedulerSide:
             may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
             hold_s: how long what was computed is held for decode engines in any case.
-            conditions: returns what the cache of a request depends on, given how many of its tokens are exchanged;
-                nothing if None.
-            are_conditions_known: whether that is returned at once. If not, it is found out aside, and the request is
-                scheduled later.
-            computed_here: takes a request that is scheduled and not exchanged: vLLM may load its adapter with it.
+            conditions: what the caches of requests depend on. A request of which it is not known is scheduled later.
         """
-        self._computed_here = computed_here
-        self._are_conditions_known = are_conditions_known
-        self._conditions = conditions or (lambda *_: {})
+        self._conditions = conditions
         self._groups = tuple(groups)
         self._held_back_tokens = held_back_tokens
-        self._has_state = any(group.has_state for group in groups)
         self._engine, self._instance = engine, instance
         self._may_send, self._may_receive = may_send, may_receive
         self._tables: BlockTables | None = None
@@ -119,14 +108,10 @@ class SchedulerSide:
         self._sending: dict[str, _Sending] = {}
         self.unfinished: dict[str, _Sending] = {}  # those of which the workers have not got all
         self._held = HeldRequests(hold_s)
-        self._receiving: set[str] = set()
-        self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
+        self._fetches = Fetches(self._groups, conditions)
         self._mixed: set[str] = set()  # those that go on with what they had, and are not to be sent
         self._sent_choices: FirstChoices[SendParameters | None] = FirstChoices()  # None where it is not sent after all
         self._answered_choices: dict[str, Hashable] = {}  # of choices that the first one is sent for: what they share
-        self._fetched_choices: FirstChoices[Fetch[Request]] = FirstChoices()
-        self._fetches: dict[str, Fetch[Request]] = {}  # by the names of first choices that have not ended
-        self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
         self._step = Step()
         self._drains = False
         self.log = TransferLog()
@@ -138,6 +123,7 @@ class SchedulerSide:
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
         """Takes where blocks are looked up and kept. Called once, before anything is scheduled."""
         self._tables, self._pool = tables, pool
+        self._fetches.bind(tables, pool)
 
     # ---- beginnings ---------------------------------------------------------------------------------------------
 
@@ -147,7 +133,7 @@ class SchedulerSide:
         self._expect(request)
         self._shorten(request)
         if _has_conditions(request):
-            self._are_conditions_known(request, self._sent_tokens(request))  # they are found out from now on
+            self._conditions.are_known(request, self._sent_tokens(request))  # they are found out from now on
 
     def _choose_one_way(self, request: Request) -> None:
         """Leaves to a request what it may be: its parameters come from a client, who may say anything.
@@ -194,7 +180,7 @@ class SchedulerSide:
             params = self._receive_parameters(request)
         except UsageError:
             return  # it is said when the request is scheduled
-        if params is not None and self._fetched_choices.get(fetch_key(request, params)) is None:
+        if params is not None and not self._fetches.is_begun(params, request):
             self._step.expect[params.room] = params.engine
 
     def tokens_elsewhere(self, request: Request, computed_tokens: int) -> int | None:
@@ -202,7 +188,7 @@ class SchedulerSide:
 
         Nor is a request to be scheduled as long as it is not known what its cache depends on: this thread would wait.
         """
-        if _has_conditions(request) and not self._are_conditions_known(request, self._sent_tokens(request)):
+        if _has_conditions(request) and not self._conditions.are_known(request, self._sent_tokens(request)):
             return None
         self._held.asked(sum(-(-request.num_prompt_tokens // group.table_tokens) for group in self._groups))
         try:
@@ -214,13 +200,8 @@ class SchedulerSide:
             return 0
         if params is None:
             return 0
-        tokens = max(0, self._sent_tokens(request) - computed_tokens)
-        fetch = self._fetched_choices.get(fetch_key(request, params))
-        if fetch is None or fetch.state is FetchState.FAILED:
-            return tokens
-        if fetch.state is FetchState.FETCHING:
-            return None
-        return tokens if self._can_copy(fetch, request, tokens) else 0
+        there = self._sent_tokens(request)
+        return self._fetches.missing(params, request, there, max(0, there - computed_tokens))
 
     def allocated(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
         """Takes the blocks that were allocated for a request, which is exchanged from now on, or computed here.
@@ -232,7 +213,7 @@ class SchedulerSide:
         """
         self._held.served()
         if not self._exchanges(request, blocks, tokens) and not request.num_computed_tokens:
-            self._computed_here(request)
+            self._conditions.computed_here(request)
 
     def _exchanges(self, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> bool:
         """Begins to fetch a request, or to send it. Returns whether it is exchanged."""
@@ -241,7 +222,8 @@ class SchedulerSide:
             params = self._receive_parameters(request)
             if params is not None:
                 _settled(request)
-                self._fetch(params, request, blocks, tokens)
+                wanted = self._fetches.wanted(params, request, self._sent_tokens(request), blocks, tokens)
+                self._fetches.begin(params, request, wanted, self._step)
                 return True
             sending = (
                 send_parameters(request.kv_transfer_params)
@@ -274,120 +256,8 @@ class SchedulerSide:
             self._sent_choices.add(key, params)
         tokens = self._sent_tokens(request)
         self._sending[name] = self.unfinished[name] = _Sending(
-            request, params, tokens, depends_on=self._conditions(request, tokens)
+            request, params, tokens, depends_on=self._conditions.of(request, tokens)
         )
-
-    def _fetch(
-        self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
-    ) -> None:
-        """Fetches a request, unless it is a choice of one that was fetched."""
-        key = fetch_key(request, params)
-        fetch = self._fetched_choices.get(key)
-        if fetch is not None:
-            if tokens:
-                self._copy(fetch, params, request, blocks, tokens)
-            return
-        if key is not None and tokens:
-            fetch = Fetch(request, FetchState.FETCHING)
-            self._fetches[request.request_id] = fetch
-            self._fetched_choices.add(key, fetch)
-        elif key is not None:
-            # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
-            self._fetched_choices.add(key, Fetch(None, FetchState.FETCHED))
-        self._ask(params, request, blocks, tokens)
-
-    def _ask(self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int) -> None:
-        wanted = self._wanted(params, request, blocks, tokens)
-        self._step.expect.pop(params.room, None)
-        if tokens or self._are_conditions_known(request, wanted.tokens):
-            wanted = replace(wanted, depends_on=self._conditions(request, wanted.tokens))
-        else:  # it ended before, and need not be waited for: the prefill engine hears that instead
-            wanted = replace(wanted, problem="the request ended before it was scheduled")
-        self._step.receive.append(wanted)
-        if tokens:
-            self._receiving.add(request.request_id)
-
-    def _wanted(
-        self, params: ReceiveParameters, request: Request, blocks: Sequence[Sequence[Block]], tokens: int
-    ) -> BlocksToReceive:
-        there = self._sent_tokens(request)
-        groups, problem = {}, ""
-        for group, table in zip(self._groups, blocks, strict=True):
-            first, stop = self._needed(group, there - tokens, there)
-            if not tokens:
-                first = stop
-            groups[group.name] = replace(
-                _numbers(_position(group, first), table[first:stop]),
-                held_tokens=None if group.is_prefix_cached or not tokens else 0,
-            )
-            if len(groups[group.name].blocks) < stop - first:
-                problem = f"vLLM keeps no block for some of the tokens before token {there} in group {group.name!r}"
-        return BlocksToReceive(
-            request.request_id,
-            params.room,
-            params.engine,
-            there - tokens,
-            there,
-            groups,
-            problem,
-            instance=params.instance,
-        )
-
-    # ---- choices of one request ----------------------------------------------------------------------------------
-
-    def _can_copy(self, fetch: Fetch[Request], request: Request, tokens: int) -> bool:
-        """Whether the first choice still has what another one lacks."""
-        first, there = fetch.request, self._sent_tokens(request)
-        if self._has_state:
-            return False  # the first choice has computed on, and its state with it
-        if first is None or first.prompt_token_ids != request.prompt_token_ids or first.num_computed_tokens < there:
-            return False
-        return all(
-            len(blocks) == stop - start and not any(block.is_null for block in blocks)
-            for _, start, stop, blocks in self._blocks_of(first, there, tokens)
-        )
-
-    def _blocks_of(
-        self, request: Request, there: int, tokens: int
-    ) -> Iterator[tuple[CacheGroup, int, int, Sequence[Block]]]:
-        """Yields, for each group, the range of blocks with the last of the first so many tokens, and those blocks."""
-        assert self._tables is not None
-        for group, table in zip(self._groups, self._tables(request.request_id), strict=True):
-            start, stop = self._needed(group, there - tokens, there)
-            yield group, start, stop, table[start:stop]
-
-    def _copy(
-        self,
-        fetch: Fetch[Request],
-        params: ReceiveParameters,
-        request: Request,
-        blocks: Sequence[Sequence[Block]],
-        tokens: int,
-    ) -> None:
-        """Lets the workers copy the first choice's blocks, which are kept until they have."""
-        wanted = self._wanted(params, request, blocks, tokens)
-        if wanted.problem or fetch.request is None or fetch.state is not FetchState.FETCHED:
-            problem = wanted.problem or "the cache of another choice of the same request did not come"
-            self._step.receive.append(replace(wanted, problem=problem, copied_from=wanted.groups))
-            return
-        assert self._pool is not None
-        kept: list[Block] = []
-        copied_from = {}
-        for group, start, _, theirs in self._blocks_of(fetch.request, wanted.tokens, tokens):
-            copied_from[group.name] = _numbers(_position(group, start), theirs)
-            kept += theirs
-        self._pool.touch(kept)
-        self._copied[request.request_id] = kept
-        self._step.receive.append(replace(wanted, copied_from=copied_from))
-
-    @staticmethod
-    def _needed(group: CacheGroup, prefix_tokens: int, tokens: int) -> tuple[int, int]:
-        """Returns the first block of a request that is needed, and the one after the last."""
-        if group.has_state:
-            stop = -(-tokens // group.table_tokens)
-            return max(0, stop - 1), stop
-        first = max(prefix_tokens if group.is_prefix_cached else 0, group.first_attended(tokens))
-        return first // group.table_tokens, -(-tokens // group.table_tokens)
 
     # ---- every step ---------------------------------------------------------------------------------------------
 
@@ -404,9 +274,7 @@ class SchedulerSide:
         step, self._step = self._step, Step()
         step.drains = self._drains
         for name in preempted:
-            fetch = self._fetches.pop(name, None)
-            if fetch is not None:
-                fetch.request = None
+            self._fetches.lost_blocks(name)
             sending = self._sending.get(name)
             if sending is not None:
                 step.preempted.add(name)
@@ -431,12 +299,12 @@ class SchedulerSide:
         assert self._tables is not None
         name, groups = sending.request.request_id, {}
         for group, table in zip(self._groups, self._tables(name), strict=True):
-            first, stop = self._needed(group, 0, sending.tokens)
+            first, stop = group.needed(0, sending.tokens)
             first = max(first, sending.next_blocks.get(group.name, 0))
             if not is_last:
                 stop = 0 if group.has_state else computed_tokens // group.table_tokens
             if first < stop:
-                groups[group.name] = _numbers(_position(group, first), table[first:stop])
+                groups[group.name] = GroupBlocks.of(group, first, table[first:stop])
                 sending.next_blocks[group.name] = stop
                 if len(groups[group.name].blocks) < stop - first:
                     step.give_up[name] = f"vLLM has dropped blocks of group {group.name!r} that were to be sent"
@@ -483,18 +351,14 @@ class SchedulerSide:
         for request in requests:
             name = request.request_id
             self._answered_choices.pop(name, None)
-            sending, fetch = self._sending.get(name), self._fetches.get(name)
-            if fetch is not None:
-                fetch.request = None  # no other choice is to have it
+            sending, is_fetched = self._sending.get(name), self._fetches.outdate(name, reason, self._step)
             if sending is not None:
                 self.unfinished.pop(name, None)
                 sending.is_outdated = True
                 self._withdraw(sending)
-            elif not (name in self._receiving or name in arrived) and self._tables and any(self._tables(name)):
+            elif not (is_fetched or name in arrived) and self._tables and any(self._tables(name)):
                 self._mixed.add(name)
-            if name in self._receiving or name in self._copied:
-                self._outdated.add(name)
-            if name in self._receiving or (sending is not None and sending.is_begun):
+            if sending is not None and sending.is_begun:
                 self._step.give_up[name] = reason
 
     def finished(self, request: Request, *, is_aborted: bool) -> tuple[bool, dict[str, Any] | None]:
@@ -506,14 +370,7 @@ class SchedulerSide:
         name = request.request_id
         self._mixed.discard(name)
         self._decline(request)
-        fetch = self._fetches.pop(name, None)
-        if fetch is not None:
-            fetch.request = None
-        if name in self._receiving:
-            self._receiving.discard(name)
-            self._step.give_up[name] = "the request was aborted on the decode side"
-            if fetch is not None:
-                fetch.state = FetchState.FAILED
+        self._fetches.ended(name, self._step)
         answered = self._answered_choices.pop(name, None)
         if answered is not None:
             first, tokens = self._sent_choices.get(answered), self._sent_tokens(request)
@@ -546,7 +403,7 @@ class SchedulerSide:
         return answer(params, engine=self._engine, instance=self._instance, request=request, tokens=tokens)
 
     def _decline(self, request: Request) -> None:
-        """Asks for no pages of a request that ended before it was scheduled, so that the prefill engine releases it."""
+        """Has the prefill engine release a request that ended before it was scheduled here."""
         try:
             params = self._receive_parameters(request)
         except UsageError:
@@ -554,11 +411,8 @@ class SchedulerSide:
         if params is None:
             return
         _settled(request)
-        key = fetch_key(request, params)
-        if self._fetched_choices.get(key) is None:
-            if key is not None:
-                self._fetched_choices.add(key, Fetch(None, FetchState.FAILED))
-            self._ask(params, request, [()] * len(self._groups), 0)
+        wanted = self._fetches.wanted(params, request, self._sent_tokens(request))
+        self._fetches.decline(params, request, wanted, self._step)
 
     def _refuse(self, request: Request, *, is_first: bool) -> None:
         """Has the decode engine told that a request will not be sent, if it may ask for it.
@@ -587,25 +441,17 @@ class SchedulerSide:
         Returns:
             Those that came before the workers heard that they are not to be used: they will report them once more.
         """
-        again = self._outdated.intersection(received).difference(failed)
-        self._outdated.difference_update(received)
-        self._step.fail |= again
         for name in sent:
             self._held.forget(name)
             self.unfinished.pop(name, None)  # one that ended between its preemption and the step that told of that
             sending = self._sending.pop(name, None)
             if sending is not None:
                 self._release(sending)
-        self._receiving.difference_update(received)
-        for name in received:
-            fetch = self._fetches.get(name)
-            if fetch is not None and fetch.state is FetchState.FETCHING:
-                fetch.state = FetchState.FAILED if name in failed else FetchState.FETCHED
-            copied = self._copied.pop(name, None)
-            if copied is not None:
-                assert self._pool is not None
-                self._pool.free_blocks(copied)
-        return again
+        return self._fetches.reported(received, failed, self._step)
+
+    @property
+    def _has_state(self) -> bool:
+        return any(group.has_state for group in self._groups)
 
     def _sent_tokens(self, request: Request) -> int:
         held_back = 0 if _is_shortened(request) else self._held_back_tokens
@@ -629,13 +475,3 @@ def _has_conditions(request: Request) -> bool:
 def _is_shortened(request: Request) -> bool:
     """Whether the tokens that are held back were cut off the prompt already."""
     return bool(request.kv_transfer_params and request.kv_transfer_params.get(_SHORTENED))
-
-
-def _position(group: CacheGroup, first: int) -> int:
-    """Returns the position of blocks among those that are exchanged: the one with a request's state is the only one."""
-    return 0 if group.has_state else first
-
-
-def _numbers(first: int, blocks: Sequence[Block]) -> GroupBlocks:
-    """Returns blocks by number, without those that vLLM does not keep."""
-    return GroupBlocks(first, np.array([block.block_id for block in blocks if not block.is_null], np.int64))

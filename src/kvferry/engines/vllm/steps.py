@@ -11,6 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.objects import Block
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupBlocks:
@@ -25,6 +28,18 @@ class GroupBlocks:
     start: int
     blocks: NDArray[np.int64] | Sequence[int]
     held_tokens: int | None = None
+
+    @classmethod
+    def of(cls, group: CacheGroup, first: int, blocks: Sequence[Block]) -> GroupBlocks:
+        """Returns blocks of a request by number, without those that vLLM does not keep.
+
+        Args:
+            group: whose.
+            first: the position of the first of them. The block with a request's state is the only one.
+            blocks: the blocks.
+        """
+        numbers = np.array([block.block_id for block in blocks if not block.is_null], np.int64)
+        return cls(0 if group.has_state else first, numbers)
 
     def __eq__(self, other: object) -> bool:
         """Whether the other has the same numbers, in whichever form."""
