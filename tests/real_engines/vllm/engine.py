@@ -545,11 +545,11 @@ class Faults:
         original = OutgoingRequests.add
 
         def skipping(
-            requests: OutgoingRequests, request: str, opens: Any, groups: Any, fence: Any, *, last: bool
+            requests: OutgoingRequests, request: str, opens: Any, groups: Any, fence: Any, *, last: bool, ranges: Any
         ) -> None:
-            if last:
+            if last and ranges is None:
                 groups = {}
-            original(requests, request, opens, groups, fence, last=last)
+            original(requests, request, opens, groups, fence, last=last, ranges=ranges)
 
         self._replace(OutgoingRequests, "add", skipping)
 
@@ -572,11 +572,11 @@ class Faults:
 
         original = OutgoingRequests.add
 
-        def withholding(requests: OutgoingRequests, *arguments: Any, last: bool) -> None:
-            if last:
+        def withholding(requests: OutgoingRequests, *arguments: Any, last: bool, ranges: Any) -> None:
+            if last and ranges is None:
                 self._withheld += 1
             else:
-                original(requests, *arguments, last=last)
+                original(requests, *arguments, last=last, ranges=ranges)
 
         self._replace(OutgoingRequests, "add", withholding)
 
@@ -585,10 +585,10 @@ class Faults:
 
         original, self._steps_left = OutgoingRequests.add, 3
 
-        def holding(requests: OutgoingRequests, *arguments: Any, last: bool) -> None:
-            if self._steps_left is not None:
+        def holding(requests: OutgoingRequests, *arguments: Any, last: bool, ranges: Any) -> None:
+            if self._steps_left is not None and ranges is None:
                 self._steps_left -= 1
-            original(requests, *arguments, last=last)
+            original(requests, *arguments, last=last, ranges=ranges)
 
         self._replace(OutgoingRequests, "add", holding)
 

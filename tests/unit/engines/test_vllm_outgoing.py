@@ -274,9 +274,9 @@ def test_only_a_request_that_nobody_has_asked_for_is_given_up_for_its_memory(
     sender = Sender(state)
     add(outgoing, sender, 0, 7, last=True)
     is_unasked = state is TransferState.BOOTSTRAPPING
-    assert outgoing.give_up_unasked("r", "needed") is is_unasked
+    assert outgoing.give_up("r", "needed", unless_asked_for=True) is is_unasked
     assert sender.aborted == (["needed"] if is_unasked else [])
-    assert not outgoing.give_up_unasked("unknown", "needed")
+    assert not outgoing.give_up("unknown", "needed", unless_asked_for=True)
 
 
 def test_a_full_queue_is_tried_again(outgoing: OutgoingRequests):
@@ -349,7 +349,7 @@ def add_layers(
     outgoing: OutgoingRequests, sender: Sender, start: int, *pages: int, ranges: int, fence: Fence | None = None
 ) -> None:
     groups = {"kv": PagesToSend(start, np.array(pages, np.int64))} if pages else {}
-    outgoing.add_layers("r", lambda: cast(kvferry.Sender, sender), groups, fence, ranges)
+    outgoing.add("r", lambda: cast(kvferry.Sender, sender), groups, fence, last=False, ranges=ranges)
 
 
 def test_layers_leave_while_the_next_ones_are_computed(in_thirds: OutgoingRequests):

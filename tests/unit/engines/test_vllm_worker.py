@@ -289,11 +289,8 @@ class Outgoing:
         self.bind_thread = bind_thread
         self.given: list[int | str] = []
 
-    def add_layers(self, request: str, opens: Any, groups: Any, fence: Any, ranges: int) -> None:
-        self.given.append(ranges)
-
-    def add(self, request: str, opens: Any, groups: Any, fence: Any, *, last: bool) -> None:
-        self.given.append("all")
+    def add(self, request: str, opens: Any, groups: Any, fence: Any, *, last: bool, ranges: int | None = None) -> None:
+        self.given.append("all" if ranges is None else ranges)
 
     def give_up(self, request: str, reason: str) -> None:
         self.given.append(reason)

@@ -226,62 +226,33 @@ class OutgoingRequests:
         fence: DeviceEvent | None,
         *,
         last: bool,
+        ranges: int | None = None,
     ) -> None:
-        """Adds pages of a request.
+        """Adds pages of a request, or their first layers, which the same pages follow once their step is over.
 
         Args:
             request: vLLM's name for it.
             open_sender: opens the request's room; called with its first pages.
             groups: the pages, by group.
-            fence: of the step that computes the pages; None if they are computed.
-            last: whether these are the last ones.
+            fence: of the step, or of the layers, that compute the pages; None if they are computed.
+            last: whether these are the last pages.
+            ranges: how many ranges of layers these are; None for all of them.
 
         Raises:
             KVFerryError: if the room cannot be opened.
         """
         with self._lock:
-            known = self._known(request, open_sender)
-            self._computed(request, known, known.complete(groups, last=last), self._ranges.count, fence)
-
-    def add_layers(
-        self,
-        request: str,
-        open_sender: Callable[[], Sender],
-        groups: Mapping[str, PagesToSend],
-        fence: DeviceEvent | None,
-        ranges: int,
-    ) -> None:
-        """Adds the first layers of pages that a step computes, which is to be followed by `add` with the same pages.
-
-        Args:
-            request: vLLM's name for it.
-            open_sender: as of `add`.
-            groups: the pages, by group.
-            fence: of these layers; None if they are computed.
-            ranges: how many ranges of layers these are.
-
-        Raises:
-            KVFerryError: if the room cannot be opened.
-        """
-        with self._lock:
-            known = self._known(request, open_sender)
-            self._computed(request, known, known.begin(groups), ranges, fence)
-
-    def _known(self, request: str, open_sender: Callable[[], Sender]) -> _Request:
-        """Returns a request, whose room it opens with its first pages. Must be called with the lock."""
-        known = self._requests.get(request)
-        if known is None:
-            known = self._requests[request] = _Request(open_sender(), self._ranges.count)
-            known.sender.add_change_callback(partial(self._room_changed, request, known))
-        return known
-
-    def _computed(self, name: str, known: _Request, batch: _Batch, ranges: int, fence: DeviceEvent | None) -> None:
-        """Notes what is computed of a step's pages, now or once a fence is reached. Must be called with the lock."""
-        if fence is None:
-            batch.computed = ranges
-        else:
-            self._device_events.when(fence, partial(self._reached, name, known, batch, ranges))
-        self._hand_in(name, known)
+            known = self._requests.get(request)
+            if known is None:
+                known = self._requests[request] = _Request(open_sender(), self._ranges.count)
+                known.sender.add_change_callback(partial(self._room_changed, request, known))
+            batch = known.complete(groups, last=last) if ranges is None else known.begin(groups)
+            computed = self._ranges.count if ranges is None else ranges
+            if fence is None:
+                batch.computed = computed
+            else:
+                self._device_events.when(fence, partial(self._reached, request, known, batch, computed))
+            self._hand_in(request, known)
 
     def preempt(self, requests: Iterable[str]) -> None:
         """Drops the pages that wait, since vLLM is about to give the blocks to others. Aborts what is being read.
@@ -310,21 +281,20 @@ class OutgoingRequests:
         known = self._requests.get(name)
         return known is None or known.sender.is_at_rest
 
-    def give_up(self, request: str, reason: str) -> None:
-        """Aborts a request that is not needed any more."""
-        with self._lock:
-            known = self._requests.get(request)
-            if known is not None:
-                known.sender.abort(reason)
+    def give_up(self, request: str, reason: str, *, unless_asked_for: bool = False) -> bool:
+        """Aborts a request that is not needed any more. Returns whether it has.
 
-    def give_up_unasked(self, request: str, reason: str) -> bool:
-        """Aborts a request, if nobody has asked for it; returns whether it has."""
+        Args:
+            request: vLLM's name for it.
+            reason: says so.
+            unless_asked_for: whether it goes on where a decode rank has opened its room.
+        """
         with self._lock:
             known = self._requests.get(request)
-            is_unasked = known is not None and known.sender.state is TransferState.BOOTSTRAPPING
-            if known is not None and is_unasked:
-                known.sender.abort(reason)
-            return is_unasked
+            if known is None or (unless_asked_for and known.sender.state is not TransferState.BOOTSTRAPPING):
+                return False
+            known.sender.abort(reason)
+            return True
 
     def keep(self, requests: Iterable[str]) -> None:
         """Marks requests that vLLM is done with: it keeps the blocks of those known here until they are sent."""

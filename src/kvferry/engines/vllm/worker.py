@@ -142,29 +142,28 @@ class WorkerSide:
             log.warning(_ONE_RANGE, settings.layer_ranges)
         self._step = _Progress()
         self._is_told_late = is_told_late
-        prefill = partial(PrefillEndpoint, instance=instance) if sends else None
         given = {"engine": engine, "coordinates": coordinates, "settings": settings, "fingerprint": fingerprint}
         try:
-            on_all_processors(partial(self._start, prefill, DecodeEndpoint if receives else None, given))
+            on_all_processors(partial(self._start, given, instance=instance, sends=sends, receives=receives))
         except BaseException:
             self.close()
             raise
 
-    def _start(
-        self,
-        prefill: Callable[..., PrefillEndpoint] | None,
-        decode: Callable[..., DecodeEndpoint] | None,
-        given: Mapping[str, Any],
-    ) -> None:
+    def _start(self, given: Mapping[str, Any], *, instance: str | None, sends: bool, receives: bool) -> None:
         layout = self._described.layout
         bind_thread(layout.device)
-        if prefill is not None:
+        if sends:
             # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any
             # other thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
-            self.prefill = prefill(layout, announces=layout.device.kind is not MemoryKind.VRAM, **given)
+            self.prefill = PrefillEndpoint(
+                layout,
+                instance=instance,
+                announces=layout.device.kind is not MemoryKind.VRAM,
+                **given,
+            )
             self.outgoing = OutgoingRequests(self._ranges, layout.device, is_told_late=self._is_told_late)
-        if decode is not None:
-            self.decode = decode(layout, **given)
+        if receives:
+            self.decode = DecodeEndpoint(layout, **given)
 
     def close(self) -> None:
         """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
@@ -267,7 +266,7 @@ class WorkerSide:
             if not self.incoming.give_up(request, reason) and self.outgoing is not None:
                 self.outgoing.give_up(request, reason)
         for request in step.needed:
-            if self.outgoing is not None and self.outgoing.give_up_unasked(request, _NEEDED):
+            if self.outgoing is not None and self.outgoing.give_up(request, _NEEDED, unless_asked_for=True):
                 self._needed.add(request)
         self.incoming.fail(step.fail)
         if self.prefill is not None:
@@ -310,10 +309,7 @@ class WorkerSide:
             self._step.pages[sending.request] = pages
         try:
             open_sender = partial(self.prefill.open, sending.room, tokens=sending.tokens, depends_on=sending.depends_on)
-            if ranges is None:
-                self.outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last)
-            else:
-                self.outgoing.add_layers(sending.request, open_sender, pages, fence, ranges)
+            self.outgoing.add(sending.request, open_sender, pages, fence, last=sending.is_last, ranges=ranges)
         except KVFerryError as error:
             log.error("request %s cannot be sent: %s", sending.request, error)
             self.prefill.refuse(sending.room, str(error))
