@@ -851,7 +851,7 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: ranks divide what every one of them has of a convolution",
         "engines/vllm/states.py",
-        "b = c = Part(width, Interval(0, width))",
+        "b = c = HeldPart.whole(width)",
         "pass",
         "tests/unit/engines/test_vllm_states.py",
     ),
@@ -900,8 +900,8 @@ CATALOGUE = (
     PlantedFault(
         "layers of two block tables are one run",
         "engines/vllm/layouts.py",
-        "if high.number != low.number + 1 or high.group is not low.group or high.heads != low.heads:",
-        "if high.number != low.number + 1 or high.heads != low.heads:",
+        "(layer.number, layer.group.name, layer.heads)",
+        "(layer.number, 0, layer.heads)",
         "tests/unit/engines/test_vllm_layouts.py",
     ),
     PlantedFault(

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.described import DescribedRank, wrong_bytes
 from torch.nn import Module
 
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.modules import CachedHeads, held_heads
 from kvferry.errors import IncompatiblePeerError
@@ -164,9 +164,9 @@ def test_whatever_is_not_refused_is_right(model: list[TrueLayer], prefill: int, 
 def test_heads_that_are_guessed_are_found_out(fault: str, monkeypatch: pytest.MonkeyPatch):
     """What the plug-in used to do: one number for all layers, or a rank's number and that of the ranks."""
 
-    def guessed(cached: Any, attention: Any, place: RankCoordinates, modules: Any) -> dict[str, HeldHeads]:
+    def guessed(cached: Any, attention: Any, place: RankCoordinates, modules: Any) -> dict[str, HeldPart]:
         total = 4 if fault == "the model's number" else place.tp_size // 2
-        return {name: HeldHeads(total, split(total, place.tp_size, place.tp_rank)) for name in cached}
+        return {name: HeldPart(total, split(total, place.tp_size, place.tp_rank)) for name in cached}
 
     monkeypatch.setitem(globals(), "held_heads", guessed)
     ranks = engine(MIMO, 8)

@@ -22,13 +22,13 @@ from kvferry import DecodeEndpoint, PrefillEndpoint, split
 from kvferry.engines.fingerprint import request_conditions
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.blocks import LoadedBlocks
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.components import ComponentForm
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
 from kvferry.engines.vllm.parameters import ROOM
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import GroupRank, Place, check_turns, place_of
-from kvferry.engines.vllm.states import KeptStates, Part, State
+from kvferry.engines.vllm.states import KeptStates, State
 from kvferry.engines.vllm.worker import WorkerSide
 from kvferry.layout import Interval
 from kvferry.testing.network import LocalNetwork
@@ -299,7 +299,8 @@ class Engine:
         }
         states = {
             name: KeptStates(
-                (State((len(rank.heads[name]),), 0, (Part(STATE_CHANNELS, rank.heads[name]),)),), (rank.caches[name],)
+                (State((len(rank.heads[name]),), 0, (HeldPart(STATE_CHANNELS, rank.heads[name]),)),),
+                (rank.caches[name],),
             )
             for group in groups
             if group.has_state
@@ -310,7 +311,7 @@ class Engine:
             groups,
             self._model(rank),
             rank.place.in_model,
-            heads={name: HeldHeads(totals[name], held) for name, held in rank.heads.items()},
+            heads={name: HeldPart(totals[name], held) for name, held in rank.heads.items()},
             states=states,
             num_blocks=BLOCKS,
             tokens=rank.place.tokens,

@@ -43,7 +43,7 @@ from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.cache_kinds import names_missing
 from kvferry.engines.vllm.cache_kinds import KINDS
-from kvferry.engines.vllm.caches import HeldHeads, ModelShape, fetches_behind_attention
+from kvferry.engines.vllm.caches import HeldPart, ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.configuration import cache_forms, groups_of, heads_of
 from kvferry.engines.vllm.connector import KVFerryConnector
 from kvferry.engines.vllm.layouts import describe
@@ -188,7 +188,7 @@ def test_hidden_states_are_a_drafts_and_the_same_on_every_rank():
     for tp in (1, 2):
         coordinates = RankCoordinates(tp_rank=tp - 1, tp_size=tp)
         heads = heads_of(vllm_config, kept, coordinates)
-        assert heads[hidden] == HeldHeads(3, Interval(0, 3))
+        assert heads[hidden] == HeldPart(3, Interval(0, 3))
         caches = {name: torch.zeros(4, heads, 16, 128) for name, heads in ((model, 2), (hidden, 3))}
         layouts.append(
             describe(
@@ -196,7 +196,7 @@ def test_hidden_states_are_a_drafts_and_the_same_on_every_rank():
                 groups_of(kept, ALONE),
                 ModelShape(1, drafts=(hidden,)),
                 coordinates,
-                heads={**heads, model: HeldHeads(2 * tp, Interval(2 * tp - 2, 2 * tp))},
+                heads={**heads, model: HeldPart(2 * tp, Interval(2 * tp - 2, 2 * tp))},
                 forms=cache_forms(vllm_config, kept),
                 num_blocks=4,
             ).layout
@@ -236,12 +236,12 @@ def test_heads_are_those_of_each_layers_own_spec(caplog: pytest.LogCaptureFixtur
         one = heads_of(vllm_config, kept, RankCoordinates())
         two = heads_of(vllm_config, kept, RankCoordinates(tp_rank=1, tp_size=2))
     assert list(one.values()) == [
-        HeldHeads(2, Interval(0, 2)),
-        HeldHeads(4, Interval(0, 4)),
+        HeldPart(2, Interval(0, 2)),
+        HeldPart(4, Interval(0, 4)),
         None,
-        HeldHeads(1, Interval(0, 1)),
+        HeldPart(1, Interval(0, 1)),
     ]
-    assert list(two.values()) == [None, None, None, HeldHeads(1, Interval(0, 1))]
+    assert list(two.values()) == [None, None, None, HeldPart(1, Interval(0, 1))]
     assert caplog.messages[1] == (
         "it is not known which KV heads this rank holds in 3 of 4 layers, such as 'model.layers.0.attn': their caches "
         "can be exchanged with engines of tensor-parallel size 2 alone, and with others the first request is refused"

@@ -26,7 +26,7 @@ from tests.support.model_family import Family
 
 from kvferry import Interval, RankCoordinates, RankLayout
 from kvferry.engines.vllm import configuration, layouts, states
-from kvferry.engines.vllm.caches import HeldHeads
+from kvferry.engines.vllm.caches import HeldPart
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -147,7 +147,7 @@ def test_heads_shifted_by_one_are_seen(tmp_path: Path, monkeypatch: pytest.Monke
     def shifted(config: Any, kept: Any, place: Any) -> Any:
         found = held_heads(config, kept, place)
         return {
-            name: HeldHeads(2, Interval(1 - place.tp_rank, 2 - place.tp_rank)) if place.tp_size == 2 else each
+            name: HeldPart(2, Interval(1 - place.tp_rank, 2 - place.tp_rank)) if place.tp_size == 2 else each
             for name, each in found.items()
         }
 

@@ -20,7 +20,7 @@ from tests.support.vllm_ranks import UNTOUCHED, Deployment, Engine, Kind, Reques
 
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.vllm.blocks import LoadedBlocks, copy_blocks
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, CachePart
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
@@ -177,7 +177,7 @@ def cleared(form: CacheForm, dtype: torch.dtype, content: int, *, entries: int =
     size = (2 * BLOCKS, HEADS, entries, content)
     bits = torch.full((*size[:-1], content * dtype.itemsize), 0xFF, dtype=torch.uint8)  # NaN in every type that has one
     group = CacheGroup("group 0", ("model.layers.0.attn",), 2 * PAGE)
-    heads = HeldHeads(HEADS, Interval(0, HEADS)) if form.has_heads else None
+    heads = HeldPart(HEADS, Interval(0, HEADS)) if form.has_heads else None
     described = describe(
         {group.layer_names[0]: bits.view(dtype)},
         [group],
@@ -219,7 +219,7 @@ def test_all_layers_of_a_cache_of_several_precisions(tables: int):
         groups,
         ModelShape(2),
         RankCoordinates(),
-        heads=dict.fromkeys(names, HeldHeads(HEADS, Interval(0, HEADS))),
+        heads=dict.fromkeys(names, HeldPart(HEADS, Interval(0, HEADS))),
         num_blocks=BLOCKS,
     )
     assert [component.name for component in described.layout.components] == ["kv, uint8", "kv, bfloat16"]
@@ -268,7 +268,7 @@ def test_other_choices_of_a_request_copy_what_was_cleared_with_what_came():
     name = "model.layers.0.attn"
     caches = {name: torch.full((2 * BLOCKS, HEADS, PAGE, 6), math.nan)}
     group = CacheGroup("group 0", (name,), 2 * PAGE)
-    heads = {name: HeldHeads(HEADS, Interval(0, HEADS))}
+    heads = {name: HeldPart(HEADS, Interval(0, HEADS))}
     described = describe(caches, [group], ModelShape(1), RankCoordinates(), heads=heads, num_blocks=BLOCKS)
     loaded = GroupBlocks(0, (4,))
     caches[name][8, :, :3] = 1.0

@@ -7,7 +7,7 @@ import torch
 
 from kvferry import Interval, RankCoordinates
 from kvferry.engines.vllm.blocks import copy_blocks
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.layouts import DescribedCaches, describe
 from kvferry.engines.vllm.steps import GroupBlocks
 
@@ -23,7 +23,7 @@ def filled(dtype: torch.dtype, pages: int = BLOCKS) -> torch.Tensor:
 
 
 def described(caches: dict[str, torch.Tensor], *groups: CacheGroup) -> DescribedCaches:
-    heads = dict.fromkeys(caches, HeldHeads(2, Interval(0, 2)))
+    heads = dict.fromkeys(caches, HeldPart(2, Interval(0, 2)))
     return describe(caches, groups, ModelShape(3), RankCoordinates(), heads=heads, num_blocks=BLOCKS)
 
 

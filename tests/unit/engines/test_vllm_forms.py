@@ -11,7 +11,7 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages, TokenShare, interleaved
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.states import WHOLE_REQUEST, ring_of
@@ -151,7 +151,7 @@ def described(
         groups,
         ModelShape(3),
         RankCoordinates(tp_rank=rank, tp_size=tp),
-        heads=dict.fromkeys(caches, HeldHeads(1, Interval(0, 1))),
+        heads=dict.fromkeys(caches, HeldPart(1, Interval(0, 1))),
         forms={name: (form,) for name, (_, form) in caches.items()},
         num_blocks=BLOCKS,
     ).layout
@@ -195,7 +195,7 @@ def shared_index(partition: TokenPartition) -> tuple[list[torch.Tensor], list[Ra
             (CacheGroup("group 0", (INDEX,), TOKENS, token_ranks=partition.num_parts),),
             ModelShape(3),
             RankCoordinates(tp_rank=part, tp_size=partition.num_parts),
-            heads={INDEX: HeldHeads(1, Interval(0, 1))},
+            heads={INDEX: HeldPart(1, Interval(0, 1))},
             forms={INDEX: (form,)},
             num_blocks=8,
             tokens=TokenShare(partition, part),
@@ -337,7 +337,7 @@ def test_every_entry_whose_tokens_are_all_there_arrives_in_pages_of_another_size
             (CacheGroup("group 0", (name,), page),),
             ModelShape(1),
             RankCoordinates(),
-            heads={name: HeldHeads(1, Interval(0, 1))},
+            heads={name: HeldPart(1, Interval(0, 1))},
             forms={name: (form,)},
             num_blocks=8,
         ).layout
@@ -399,7 +399,7 @@ def ring(capacity: int) -> RankLayout:
         (CacheGroup("pages", (ATTENTION,), TOKENS), CacheGroup("ring", (tail,), WHOLE_REQUEST, has_state=True)),
         ModelShape(3),
         RankCoordinates(tp_size=4, tp_rank=3),
-        heads={ATTENTION: HeldHeads(1, Interval(0, 1))},
+        heads={ATTENTION: HeldPart(1, Interval(0, 1))},
         states={tail: ring_of(made, cache, "self_attn.indexer.tail_cache")},
         num_blocks=BLOCKS,
     ).layout

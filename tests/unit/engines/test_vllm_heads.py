@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch.nn import Module, ModuleList
 
-from kvferry.engines.vllm.caches import HeldHeads
+from kvferry.engines.vllm.caches import HeldPart
 from kvferry.engines.vllm.modules import CachedHeads, held_heads
 from kvferry.errors import LayoutError
 from kvferry.layout import Interval, RankCoordinates
@@ -40,7 +40,7 @@ class SelfAttention(Module):
         vars(self).update(attributes)
 
 
-def heads(around: SelfAttention, cached: CachedHeads, rank: int, size: int) -> HeldHeads | None:
+def heads(around: SelfAttention, cached: CachedHeads, rank: int, size: int) -> HeldPart | None:
     place = RankCoordinates(tp_rank=rank, tp_size=size)
     return held_heads({NAME: cached}, {NAME: around.attn}, place, lambda: around.modules())[NAME]
 
@@ -56,11 +56,11 @@ def heads(around: SelfAttention, cached: CachedHeads, rank: int, size: int) -> H
 )
 def test_a_projection_knows(total: int, rank: int, size: int, held: Interval):
     around = SelfAttention(Projection(total, rank, size))
-    assert heads(around, CachedHeads(len(held)), rank, size) == HeldHeads(total, held)
+    assert heads(around, CachedHeads(len(held)), rank, size) == HeldPart(total, held)
 
 
 def test_on_a_single_rank_all_heads_are_there():
-    assert heads(SelfAttention(), CachedHeads(3), 0, 1) == HeldHeads(3, Interval(0, 3))
+    assert heads(SelfAttention(), CachedHeads(3), 0, 1) == HeldPart(3, Interval(0, 3))
 
 
 def test_what_nobody_knows_is_not_guessed():
@@ -68,12 +68,12 @@ def test_what_nobody_knows_is_not_guessed():
 
 
 def test_a_cache_that_is_the_same_everywhere_says_so():
-    assert heads(SelfAttention(), CachedHeads(1, most_shards=1), 5, 8) == HeldHeads(1, Interval(0, 1))
+    assert heads(SelfAttention(), CachedHeads(1, most_shards=1), 5, 8) == HeldPart(1, Interval(0, 1))
 
 
 def test_a_layer_that_is_not_divided_has_all_heads_on_every_rank():
     around = SelfAttention(Projection(8, 0, 1))
-    assert heads(around, CachedHeads(8), 5, 8) == HeldHeads(8, Interval(0, 8))
+    assert heads(around, CachedHeads(8), 5, 8) == HeldPart(8, Interval(0, 8))
 
 
 def test_what_is_no_head_is_not_divided_by_head():
@@ -85,13 +85,13 @@ def test_what_is_no_head_is_not_divided_by_head():
 
 def test_the_module_around_knows_where_no_head_is_on_several_ranks():
     around = SelfAttention(total_num_kv_heads=8, num_kv_heads=2)
-    assert heads(around, CachedHeads(2), 1, 4) == HeldHeads(8, Interval(2, 4))
+    assert heads(around, CachedHeads(2), 1, 4) == HeldPart(8, Interval(2, 4))
     assert heads(SelfAttention(total_num_kv_heads=4, num_kv_heads=1), CachedHeads(1), 5, 8) is None
 
 
 def test_a_number_of_something_else_is_no_witness():
     around = SelfAttention(Projection(8, 5, 8), total_num_kv_heads=8, num_kv_heads=8)
-    assert heads(around, CachedHeads(1), 5, 8) == HeldHeads(8, Interval(5, 6))
+    assert heads(around, CachedHeads(1), 5, 8) == HeldPart(8, Interval(5, 6))
     assert heads(SelfAttention(total_num_kv_heads=8, num_kv_heads=8), CachedHeads(1), 5, 8) is None
 
 
@@ -104,7 +104,7 @@ def test_a_projection_in_the_decoder_layer_is_found_and_that_of_another_layer_is
     both = {NAME: first.self_attn.attn, "model.layers.1.self_attn.attn": second.self_attn.attn}
     model = ModuleList([first, second])
     found = held_heads(dict.fromkeys(both, CachedHeads(1)), both, place)
-    assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), None]
+    assert list(found.values()) == [HeldPart(4, Interval(2, 3)), None]
     assert len(model) == 2
 
 
@@ -114,7 +114,7 @@ def test_layers_without_a_cache_do_not_count():
     layer.self_attn, layer.qkv_proj, layer.mlp = SelfAttention(), Projection(4, 5, 8), Module()
     listed = {NAME: layer.self_attn.attn, "model.layers.0.mlp.experts": layer.mlp}
     assert held_heads({NAME: CachedHeads(1)}, listed, place, lambda: layer.modules()) == {
-        NAME: HeldHeads(4, Interval(2, 3))
+        NAME: HeldPart(4, Interval(2, 3))
     }
 
 
@@ -123,7 +123,7 @@ def test_the_projection_of_another_attention_in_the_same_decoder_layer_is_not_as
     layer.self_attn, layer.cross_attn = SelfAttention(Projection(4, 5, 8)), SelfAttention()
     both = {NAME: layer.self_attn.attn, "model.layers.0.cross_attn.attn": layer.cross_attn.attn}
     found = held_heads(dict.fromkeys(both, CachedHeads(1)), both, place, lambda: layer.modules())
-    assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), None]
+    assert list(found.values()) == [HeldPart(4, Interval(2, 3)), None]
 
 
 def test_an_index_in_the_same_attention_does_not_hide_its_projection():
@@ -133,14 +133,14 @@ def test_an_index_in_the_same_attention_does_not_hide_its_projection():
     both = {NAME: around.attn, "model.layers.0.self_attn.index_cache": around.index_cache}
     cached = {NAME: CachedHeads(1), "model.layers.0.self_attn.index_cache": CachedHeads(1, most_shards=1)}
     found = held_heads(cached, both, place, lambda: around.modules())
-    assert list(found.values()) == [HeldHeads(4, Interval(2, 3)), HeldHeads(1, Interval(0, 1))]
+    assert list(found.values()) == [HeldPart(4, Interval(2, 3)), HeldPart(1, Interval(0, 1))]
 
 
 def test_a_wrapped_projection_is_found():
     """LoRA puts another module around it."""
     wrapper = Module()
     wrapper.base_layer = Projection(4, 5, 8)
-    assert heads(SelfAttention(wrapper), CachedHeads(1), 5, 8) == HeldHeads(4, Interval(2, 3))
+    assert heads(SelfAttention(wrapper), CachedHeads(1), 5, 8) == HeldPart(4, Interval(2, 3))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.layouts import DescribedCaches, layer_number
 from kvferry.engines.vllm.layouts import describe as describe_with
 from kvferry.errors import IncompatiblePeerError, LayoutError
@@ -68,7 +68,7 @@ def describe(
     total: int | None = HEADS,
 ) -> DescribedCaches:
     """Describes caches whose layers all have as many heads, divided evenly; None where nobody knows."""
-    held = None if total is None else HeldHeads(total, split(total, coordinates.tp_size, coordinates.tp_rank))
+    held = None if total is None else HeldPart(total, split(total, coordinates.tp_size, coordinates.tp_rank))
     heads = {name: held for each in groups for name in each.layer_names}
     return describe_with(caches, groups, model, coordinates, heads=heads, num_blocks=num_blocks)
 
@@ -140,9 +140,9 @@ def test_layers_of_several_numbers_of_heads_are_components_of_their_own():
     """As MiMo-V2 has them: on eight ranks every layer has one head on each, and yet they are divided differently."""
     _memory, caches = views("LBHNC", 1)
     heads = {
-        names([0])[0]: HeldHeads(4, Interval(2, 3)),
-        names([1])[0]: HeldHeads(8, Interval(5, 6)),
-        names([2])[0]: HeldHeads(4, Interval(2, 3)),
+        names([0])[0]: HeldPart(4, Interval(2, 3)),
+        names([1])[0]: HeldPart(8, Interval(5, 6)),
+        names([2])[0]: HeldPart(4, Interval(2, 3)),
     }
     coordinates = RankCoordinates(tp_rank=5, tp_size=8)
     layout = describe_with(

@@ -15,7 +15,7 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages, RankCoordinates, split
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.forms import CachePart, forms_of, parts_of
 from kvferry.engines.vllm.layouts import describe
 from kvferry.errors import IncompatiblePeerError
@@ -105,7 +105,7 @@ def described(backend: str, tp: int, rank: int, *, tokens: int = TOKENS) -> tupl
         [CacheGroup("group 0", tuple(names), tokens)],
         ModelShape(LAYERS),
         RankCoordinates(tp_rank=rank, tp_size=tp),
-        heads=dict.fromkeys(names, HeldHeads(HEADS, held)),
+        heads=dict.fromkeys(names, HeldPart(HEADS, held)),
         forms={name: forms_of(name, made, SimpleNamespace(), backend) for name in names},
         num_blocks=BLOCKS,
     ).layout

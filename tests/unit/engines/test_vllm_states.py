@@ -12,7 +12,7 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.components import named
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.states import (
@@ -337,7 +337,7 @@ def drafting(*, has_draft: bool = True, tp_size: int = 1, tp_rank: int = 0) -> t
         groups,
         ModelShape(1, drafts=DRAFTS if has_draft else ()),
         coordinates,
-        heads=dict.fromkeys(names, HeldHeads(1, Interval(0, 1))),
+        heads=dict.fromkeys(names, HeldPart(1, Interval(0, 1))),
         states={DRAFTS[0]: kept},
         num_blocks=BLOCKS,
     ).layout

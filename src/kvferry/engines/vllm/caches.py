@@ -1,4 +1,4 @@
-"""What vLLM's caches are, as far as a plain description needs it: groups of layers, their heads, their model."""
+"""What vLLM's caches are, as far as a plain description needs it: groups of layers, their parts, their model."""
 
 from __future__ import annotations
 
@@ -79,16 +79,21 @@ def fetches_behind_attention(groups: Sequence[CacheGroup]) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class HeldHeads:
-    """The KV heads that a rank holds of a layer; what is the same on every rank, such as a latent, is one head.
+class HeldPart:
+    """What a rank holds of a layer's KV heads, or of channels or heads of a state.
 
     Attributes:
-        total: how many the layer has, over all tensor-parallel ranks.
+        total: how many there are over all tensor-parallel ranks.
         held: those of this rank, in the order in which its cache has them.
     """
 
     total: int
     held: Interval
+
+    @classmethod
+    def whole(cls, total: int) -> HeldPart:
+        """Returns all of them, as every rank has them. Of a latent and the like that is one head."""
+        return cls(total, Interval(0, total))
 
 
 @dataclass(frozen=True, slots=True)

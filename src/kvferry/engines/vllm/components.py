@@ -8,13 +8,17 @@ all stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TypeVar
 
 import msgspec
 
 from kvferry import Component, Shard, empty_shard
 from kvferry.errors import LayoutError
+
+Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +76,22 @@ def _alike(one: ComponentForm, other: ComponentForm) -> str:
         return f"{layers} differ in the type of their elements, or the order within a block, alone"
     parts = (f"{', '.join(map(str, each.component.axes))} of {each.component.dtype}" for each in (one, other))
     return f"{layers} are of one kind and keep different things: {' and '.join(parts)}"
+
+
+def runs_of(layers: Iterable[Layer], place: Callable[[Layer], tuple[int, object, object]]) -> Iterator[list[Layer]]:
+    """Yields runs of a component's layers that follow each other, with the same block table and the same parts held.
+
+    Args:
+        layers: in the order of their numbers.
+        place: returns a layer's number, its group, and what the rank holds of it.
+    """
+
+    def alike(numbered: tuple[int, Layer]) -> tuple[int, object, object]:
+        number, group, held = place(numbered[1])
+        return number - numbered[0], group, held
+
+    for _, run in groupby(enumerate(layers), alike):
+        yield [layer for _, layer in run]
 
 
 def with_those_elsewhere(shards: Collection[Shard], components: Iterable[Component]) -> Iterator[Shard]:

@@ -16,7 +16,7 @@ from vllm.v1.kv_cache_interface import (
 
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
 from kvferry.engines.vllm.identity import (
     BY_PLACE,
@@ -109,7 +109,7 @@ def layer_specs(group: KVCacheGroupSpec) -> dict[str, KVCacheSpec]:
 
 def heads_of(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, coordinates: RankCoordinates
-) -> dict[str, HeldHeads | None]:
+) -> dict[str, HeldPart | None]:
     """Returns which KV heads this rank holds of every layer; None where that is not known, which is logged.
 
     Raises:

@@ -12,9 +12,8 @@ entry for something else than one token, `forms` says.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from kvferry import (
@@ -30,8 +29,8 @@ from kvferry import (
     geometry,
     shard_from_tensors,
 )
-from kvferry.engines.vllm.caches import CacheGroup, HeldHeads, ModelShape
-from kvferry.engines.vllm.components import ComponentForm, named, with_those_elsewhere
+from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
+from kvferry.engines.vllm.components import ComponentForm, named, runs_of, with_those_elsewhere
 from kvferry.engines.vllm.forms import ATTENTION, CacheForm, packed
 from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_forms, state_shards
 from kvferry.errors import LayoutError
@@ -98,7 +97,7 @@ class _Layer:
     is_draft: bool
     name: str
     group: CacheGroup
-    heads: HeldHeads | None
+    heads: HeldPart | None
     form: CacheForm
     packing: str | None
     page_tokens: int
@@ -140,7 +139,7 @@ def describe(
     model: ModelShape,
     coordinates: RankCoordinates,
     *,
-    heads: Mapping[str, HeldHeads | None],
+    heads: Mapping[str, HeldPart | None],
     states: Mapping[str, KeptStates] | None = None,
     forms: Mapping[str, Sequence[CacheForm]] | None = None,
     num_blocks: int,
@@ -186,7 +185,9 @@ def describe(
     if not components:
         raise LayoutError("this worker has no KV cache that could be transferred")
     shards = [
-        _shard(components[form], run, coordinates, tokens) for form, members in alike.items() for run in _runs(members)
+        _shard(components[form], run, coordinates, tokens)
+        for form, members in alike.items()
+        for run in runs_of(members, lambda layer: (layer.number, layer.group.name, layer.heads))
     ]
     shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
     shards = list(with_those_elsewhere(shards, components.values()))
@@ -214,7 +215,7 @@ def _layer(
     group: CacheGroup,
     model: ModelShape,
     caches: Mapping[str, Any],
-    heads: HeldHeads | None,
+    heads: HeldPart | None,
     num_blocks: int,
 ) -> _Layer:
     cache = caches.get(name)
@@ -338,17 +339,6 @@ def _most_needed(group: CacheGroup) -> int | None:
     Of a chunk that is all but one: with the last one the next token begins another chunk.
     """
     return group.window_tokens if group.chunk_tokens is None else max(1, group.chunk_tokens - 1)
-
-
-def _runs(layers: Sequence[_Layer]) -> Iterator[list[_Layer]]:
-    """Yields runs of a component's layers that follow each other, with the same block table and the same heads."""
-    run = [layers[0]]
-    for low, high in pairwise(layers):
-        if high.number != low.number + 1 or high.group is not low.group or high.heads != low.heads:
-            yield run
-            run = []
-        run.append(high)
-    yield run
 
 
 def _pages_by_group(

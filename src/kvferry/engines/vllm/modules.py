@@ -23,7 +23,7 @@ from typing import Any
 from torch.nn import Module
 
 from kvferry import Interval, RankCoordinates
-from kvferry.engines.vllm.caches import HeldHeads
+from kvferry.engines.vllm.caches import HeldPart
 from kvferry.errors import LayoutError
 
 _FURTHEST = 2
@@ -79,7 +79,7 @@ def held_heads(
     attention: Mapping[str, Any],
     coordinates: RankCoordinates,
     modules: Callable[[], Iterable[Module]] = live_modules,
-) -> dict[str, HeldHeads | None]:
+) -> dict[str, HeldPart | None]:
     """Finds the KV heads of every layer, by its name; None where they are not known.
 
     On a single rank all heads are there, and nothing needs to be asked.
@@ -97,25 +97,25 @@ def held_heads(
     # vLLM lists other layers too; and what is the same on every rank needs no projection, that of an index, say.
     layers = [attention[name] for name, each in cached.items() if name in attention and each.most_shards != 1]
     tree = _ModuleTree(layers, modules()) if is_divided else None
-    found: dict[str, HeldHeads | None] = {}
+    found: dict[str, HeldPart | None] = {}
     for name, layer in cached.items():
         if layer.are_slots:
             found[name] = None
         elif tree is None:
-            found[name] = HeldHeads(layer.count, Interval(0, layer.count))
+            found[name] = HeldPart.whole(layer.count)
         else:
             near = tree.of(attention[name]) if name in attention else ()
             found[name] = _agreed(name, list(_witnesses(name, layer, near, coordinates)))
     return found
 
 
-def _agreed(name: str, witnesses: list[_Witness]) -> HeldHeads | None:
+def _agreed(name: str, witnesses: list[_Witness]) -> HeldPart | None:
     for one, other in combinations(witnesses, 2):
         is_held_by_both = one.held is not None and other.held is not None
         if one.total != other.total or (is_held_by_both and one.held != other.held):
             raise _contradiction(name, f"{_said(one)}, {_said(other)}")
     held = next((witness.held for witness in witnesses if witness.held is not None), None)
-    return None if held is None else HeldHeads(witnesses[0].total, held)
+    return None if held is None else HeldPart(witnesses[0].total, held)
 
 
 def _said(witness: _Witness) -> str:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 from kvferry import Axis, Component, Entry, Interval, RankCoordinates, Shard, geometry, shard_from_tensors
-from kvferry.engines.vllm.components import ComponentForm
+from kvferry.engines.vllm.caches import HeldPart
+from kvferry.engines.vllm.components import ComponentForm, runs_of
 from kvferry.errors import LayoutError
 
 WHOLE_REQUEST = sys.maxsize
@@ -26,19 +27,6 @@ SHARE = "tensor-parallel share"
 
 DRAFTED = "tokens back (more with num_speculative_tokens)"
 """The axis of what a state keeps of so many tokens: as many more as are drafted, which may all turn out wrong."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Channels, or heads, of a state.
-
-    Attributes:
-        total: how many there are over all tensor-parallel ranks.
-        held: those of this rank.
-    """
-
-    total: int
-    held: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +42,7 @@ class State:
 
     shape: tuple[int, ...]
     divided: int = 0
-    parts: tuple[Part, ...] | None = None
+    parts: tuple[HeldPart, ...] | None = None
     drafted: int | None = None
 
     @property
@@ -127,7 +115,7 @@ def states_of(spec: Any, layer: Any, coordinates: RankCoordinates, *, channels_f
 def _states_of(spec: Any, layer: Any, coordinates: RankCoordinates, channel: int) -> tuple[State, ...]:
     shapes = [tuple(map(int, shape)) for shape in spec.shapes]
     if spec.tp_replicated:
-        return tuple(State(shape, 0, (Part(shape[0], Interval(0, shape[0])),)) for shape in shapes)
+        return tuple(State(shape, 0, (HeldPart.whole(shape[0]),)) for shape in shapes)
     kind = spec.mamba_type.name
     if kind == "LINEAR" and len(shapes) == 1:
         return (_evenly(shapes[0], 0, [shapes[0][0]], coordinates),)
@@ -156,12 +144,12 @@ def ring_of(spec: Any, cache: Any, role: str) -> KeptStates:
         role: what it is beside the layer's other caches.
     """
     shape = spec.num_heads, spec.num_states, spec.state_content_size_bytes // spec.dtype.itemsize
-    return KeptStates((State(shape, 0, (Part(shape[0], Interval(0, shape[0])),), drafted=1),), (cache,), role)
+    return KeptStates((State(shape, 0, (HeldPart.whole(shape[0]),), drafted=1),), (cache,), role)
 
 
 def _parts_of_convolution(
     kind: str, layer: Any, shapes: Sequence[tuple[int, ...]], channel: int, coordinates: RankCoordinates
-) -> tuple[Part, ...] | None:
+) -> tuple[HeldPart, ...] | None:
     """Returns the parts of a convolution's channels; None where the layer does not say them, or says something else."""
     held, size = shapes[0][channel], coordinates.tp_size
     if kind == "MAMBA1":
@@ -187,7 +175,7 @@ def _parts_of_convolution(
         if size > 1 and not hasattr(getattr(layer, "conv1d", None), "output_sizes"):
             if groups != size:
                 return None
-            b = c = Part(width, Interval(0, width))
+            b = c = HeldPart.whole(width)
         return x, b, c
     return None
 
@@ -196,10 +184,10 @@ def _evenly(shape: tuple[int, ...], divided: int, sizes: Sequence[int], coordina
     return State(shape, divided, _divided(sizes, coordinates))
 
 
-def _divided(sizes: Sequence[int], coordinates: RankCoordinates) -> tuple[Part, ...]:
+def _divided(sizes: Sequence[int], coordinates: RankCoordinates) -> tuple[HeldPart, ...]:
     """Returns parts of which each rank has as much, in the order of the ranks."""
     rank = coordinates.tp_rank
-    return tuple(Part(size * coordinates.tp_size, Interval(rank * size, (rank + 1) * size)) for size in sizes)
+    return tuple(HeldPart(size * coordinates.tp_size, Interval(rank * size, (rank + 1) * size)) for size in sizes)
 
 
 # ---- as shards ------------------------------------------------------------------------------------------------------
@@ -254,7 +242,7 @@ def state_shards(component: Component, pieces: Sequence[_Piece]) -> Iterator[Sha
     Args:
         pieces: what layers have of it.
     """
-    for run in _runs(pieces):
+    for run in runs_of(pieces, lambda each: (each.layer.number, each.layer.group, each.held)):
         first, last = run[0].layer.number, run[-1].layer.number
         yield shard_from_tensors(
             component,
@@ -289,15 +277,3 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
             name = base if len(state.parts) == 1 else f"{base}, part {index}"
             view = tensor.narrow(1 + state.divided, start, len(part.held))
             yield name, _Piece(layer, view, axes, {"channel": part.held})
-
-
-def _runs(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Yields runs of layers that follow each other, with the same block table and the same parts held."""
-    run = [pieces[0]]
-    for low, high in pairwise(pieces):
-        is_next = high.layer.number == low.layer.number + 1
-        if not is_next or high.layer.group != low.layer.group or high.held != low.held:
-            yield run
-            run = []
-        run.append(high)
-    yield run
