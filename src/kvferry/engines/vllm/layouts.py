@@ -105,6 +105,11 @@ class _Layer:
     view: TensorGeometry
 
     @property
+    def pages(self) -> Any:
+        """The cache of (page, head, entry, content); where tokens cannot be told apart, of (page, head, everything)."""
+        return self.cache if self.packing is None else packed(self.cache, self.name)
+
+    @property
     def content(self) -> int:
         """Elements that one entry has in one head."""
         return self.view.shape[3]
@@ -346,22 +351,18 @@ def _pages_by_group(
 ) -> dict[str, list[LayerPages]]:
     pages: dict[str, list[LayerPages]] = {}
     for form, members in alike.items():
+        name, parts = components[form].name, form.component.token_parts
         for layer in members:
-            pages.setdefault(layer.group.name, []).append(_pages(components[form], layer))
+            kept = LayerPages(name, layer.pages, layer.page_tokens, layer.packing is not None, parts)
+            pages.setdefault(layer.group.name, []).append(kept)
     return pages
-
-
-def _pages(component: Component, layer: _Layer) -> LayerPages:
-    is_packed = component.entry is Entry.PAGE
-    pages = packed(layer.cache, layer.name) if is_packed else layer.cache
-    return LayerPages(component.name, pages, layer.page_tokens, is_packed, component.token_parts)
 
 
 def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates, tokens: TokenShare) -> Shard:
     first = layers[0]
     held = {"layer": Interval(first.number, first.number + len(layers))}
-    is_packed = component.entry is Entry.PAGE
-    views = [packed(layer.cache, layer.name) if is_packed else layer.cache for layer in layers]
+    is_packed = first.packing is not None
+    views = [layer.pages for layer in layers]
     dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
     if not is_packed and _entries_of_token(first) > 1:
         views = [view.unflatten(2, (first.page_tokens, -1)) for view in views]

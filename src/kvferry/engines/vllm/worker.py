@@ -83,6 +83,7 @@ class WorkerSide:
     """The connector in a worker, owned by its main thread. Only its start and its end wait for anything.
 
     Attributes:
+        log: the figures of transfers.
         prefill: sends; None on a decode server.
         decode: receives; None on a prefill server.
         incoming: requests that are received.
@@ -134,8 +135,8 @@ class WorkerSide:
         self.outgoing: OutgoingRequests | None = None
         self._unreported: set[str] = set()  # requests to be sent whose room could not be opened
         self._needed: set[str] = set()  # those that were given up since vLLM needs their blocks
-        self._log = TransferLog()
-        self.incoming = IncomingRequests(self._log, loaded_blocks)
+        self.log = TransferLog()
+        self.incoming = IncomingRequests(self.log, loaded_blocks)
         self._layer_numbers = layer_numbers or {}
         self._ranges = LayerRanges.of(described.layout, settings.layer_ranges if layer_numbers else 1)
         if sends and settings.layer_ranges > 1 and self._ranges.count == 1:
@@ -286,16 +287,11 @@ class WorkerSide:
                 sent = self._unreported.intersection(finished)
                 self._unreported -= sent
             for request, sender in self.outgoing.take_ended().items():
-                self._log.sent(request, sender, MEMORY if request in self._needed else "")
+                self.log.sent(request, sender, MEMORY if request in self._needed else "")
                 self._needed.discard(request)
                 sent.add(request)
         received, failed = self.incoming.take_ended()
         return Results(sent, received, failed)
-
-    @property
-    def log(self) -> TransferLog:
-        """The figures of transfers."""
-        return self._log
 
     # ---- rooms ------------------------------------------------------------------------------------------------------
 
@@ -314,7 +310,7 @@ class WorkerSide:
             log.error("request %s cannot be sent: %s", sending.request, error)
             self.prefill.refuse(sending.room, str(error))
             self._unreported.add(sending.request)
-            self._log.not_sent()
+            self.log.not_sent()
 
     def _receive(self, receiving: BlocksToReceive) -> None:
         assert self.decode is not None
@@ -348,7 +344,7 @@ class WorkerSide:
                 self.decode.refuse(receiving.room, str(error), engine=receiving.engine)
             if receiving.is_wanted:
                 self.incoming.fail((request,))
-                self._log.not_received()
+                self.log.not_received()
             return
         if receiving.is_wanted:
             self.incoming.add(receiving, receiver)
