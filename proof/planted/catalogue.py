@@ -316,8 +316,8 @@ CATALOGUE = (
     PlantedFault(
         "a prefill rank on a GPU can be found while graphs are captured",
         "engines/vllm/worker.py",
-        "announces=layout.device.kind is not MemoryKind.VRAM,",
-        "announces=True,",
+        "announces=layout.device.kind is not MemoryKind.VRAM)",
+        "announces=True)",
         "tests/unit/engines/test_vllm_worker.py",
     ),
     PlantedFault(

@@ -14,9 +14,9 @@ from typing import Any
 from uuid import uuid4
 
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.caches import BlockPool, BlockTables
 from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.kept import Beside, EncoderOutputs
-from kvferry.engines.vllm.objects import BlockPool, BlockTables
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.weights import content_of, parameter_sums
 from kvferry.errors import SettingsError, UsageError

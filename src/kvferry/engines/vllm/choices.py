@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from kvferry.engines.vllm import objects
+from kvferry.engines.vllm import caches
 from kvferry.engines.vllm.parameters import ReceiveParameters, SendParameters
 
 MOST_REMEMBERED = 4096
@@ -83,13 +83,13 @@ class FirstChoices(Generic[First]):
             self._first.popitem(last=False)
 
 
-def send_key(request: objects.Request, params: SendParameters) -> Hashable | None:
+def send_key(request: caches.Request, params: SendParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
     whole = whole_request(request.request_id, request.arrival_time)
     return None if whole is None else (whole, params.room if params.is_known else None)
 
 
-def fetch_key(request: objects.Request, params: ReceiveParameters) -> Hashable | None:
+def fetch_key(request: caches.Request, params: ReceiveParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
     whole = whole_request(request.request_id, request.arrival_time)
     return None if whole is None else (whole, params.engine, params.room)

@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.caches import Block, BlockPool, BlockTables, CacheGroup, Request
 from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, fetch_key
-from kvferry.engines.vllm.objects import Block, BlockPool, BlockTables, Request
 from kvferry.engines.vllm.parameters import ReceiveParameters
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks, Step
 

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.caches import Block, BlockPool, BlockTables, CacheGroup, Request
 from kvferry.engines.vllm.choices import FirstChoices, send_key
 from kvferry.engines.vllm.fetching import Fetches
 from kvferry.engines.vllm.holding import HeldRequests
-from kvferry.engines.vllm.objects import Block, BlockPool, BlockTables, Request
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
     SendParameters,

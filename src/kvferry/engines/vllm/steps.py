@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.objects import Block
+from kvferry.engines.vllm.caches import Block, CacheGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -152,19 +152,15 @@ class WorkerSide:
 
     def _start(self, given: Mapping[str, Any], *, instance: str | None, sends: bool, receives: bool) -> None:
         layout = self._described.layout
+        prefill, decode = partial(PrefillEndpoint, layout, **given), partial(DecodeEndpoint, layout, **given)
         bind_thread(layout.device)
         if sends:
             # vLLM registers caches before it captures graphs, and a copy, an allocation or a look at an event on any
             # other thread breaks a capture. So nobody may attach before; on a CPU nothing is captured.
-            self.prefill = PrefillEndpoint(
-                layout,
-                instance=instance,
-                announces=layout.device.kind is not MemoryKind.VRAM,
-                **given,
-            )
+            self.prefill = prefill(instance=instance, announces=layout.device.kind is not MemoryKind.VRAM)
             self.outgoing = OutgoingRequests(self._ranges, layout.device, is_told_late=self._is_told_late)
         if receives:
-            self.decode = DecodeEndpoint(layout, **given)
+            self.decode = decode()
 
     def close(self) -> None:
         """Closes the endpoints, within close_timeout_s; where they drain, once what was sent has arrived."""
