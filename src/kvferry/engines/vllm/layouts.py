@@ -189,15 +189,13 @@ def describe(
     components = named(everywhere([*alike, *kept]))
     if not components:
         raise LayoutError("this worker has no KV cache that could be transferred")
-    shards = [
-        _shard(components[form], run, coordinates, tokens)
-        for form, members in alike.items()
-        for run in runs_of(members, lambda layer: (layer.number, layer.group.name, layer.heads))
-    ]
+    shards: list[Shard] = []
+    for form, members in alike.items():
+        runs = runs_of(members, lambda layer: (layer.number, layer.group.name, layer.heads))
+        shards += [_shard(components[form], run, coordinates, tokens) for run in runs]
     shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
-    shards = list(with_those_elsewhere(shards, components.values()))
     has_chunks = any(group.chunk_tokens is not None for group in attention)
-    layout = RankLayout(shards=tuple(shards), tokens=tokens)
+    layout = RankLayout(shards=tuple(with_those_elsewhere(shards, components.values())), tokens=tokens)
     return DescribedCaches(layout, per_block, has_chunks, _pages_by_group(alike, components))
 
 
