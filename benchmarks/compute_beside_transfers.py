@@ -32,6 +32,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import resource
 import statistics
 import threading
 import time
@@ -46,10 +47,9 @@ os.environ["OPENBLAS_NUM_THREADS"] = "1"  # before NumPy: the thread that comput
 import numpy as np
 
 import kvferry as kf
-from kvferry.endpoint.runtime.threads import waits_of_this_thread
 
 STEP_S = 200e-6
-SETTLE_S = 0.5  # of every phase, not measured: until threads that are to rest do so
+SETTLE_S = 0.5  # of every phase, not measured: until as many requests are in flight as there will be
 LAYERS, PAGE_TOKENS, HEADS, HEAD_DIM = 8, 16, 8, 128
 PAGE_BYTES = 2 * LAYERS * PAGE_TOKENS * HEADS * HEAD_DIM * 2
 IN_FLIGHT = 4
@@ -59,6 +59,11 @@ PHASES = ("alone", "beside", "apart")
 logging.getLogger("kvferry").setLevel(logging.CRITICAL)  # every phase ends with requests that are aborted
 
 Connection = multiprocessing.connection.Connection
+
+
+def waits_of_this_thread() -> int:
+    """Returns how often the calling thread has waited for anything, since it began."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def pool(request_pages: int, device: str = "cpu") -> tuple[list[Any], kf.RankLayout]:

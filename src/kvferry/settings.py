@@ -194,14 +194,6 @@ class Settings(OwnSettings):
         le=64,
         description="Threads that put staged bytes into their pages on the decode side; with 0 its own thread does.",
     )
-    interpreter_takes_per_s: float = Field(
-        10.0,
-        ge=1,
-        le=1e6,
-        description="Most times a second that an endpoint's threads take Python's interpreter lock from a thread that "
-        "keeps it until it is asked for it, such as an engine's: each costs that thread 0.2 to 0.4 ms. Fewer spare it, "
-        "more let transfers beside it go faster. Where no thread keeps it there is no bound.",
-    )
     queues: int = Field(
         4, ge=1, le=256, description="Queues that rooms are spread over; no more are used than there are workers."
     )

@@ -217,7 +217,7 @@ class Endpoint(ABC):
         self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = with_found_address(settings or Settings())
         self.engine_rank = self.coordinates.engine_rank
-        self._platform = platform or SystemPlatform(self.settings.interpreter_takes_per_s)
+        self._platform = platform or SystemPlatform()
         if problem := self._platform.lacks_files(START + SHARE * self.settings.nixl_threads):
             raise SettingsError(f"a {self._side.value} rank cannot start: {problem}")
         self.transport = transport or create_transport(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import gc
-import math
 import queue
 import threading
 import time
@@ -23,7 +22,7 @@ from tests.unit.endpoint.test_life_of_a_room import nothing_left
 from kvferry import Sender, Settings
 from kvferry.endpoint.prefill.driver import PrefillDriver
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
-from kvferry.endpoint.runtime.threads import Rests, SupervisedThread
+from kvferry.endpoint.runtime.threads import SupervisedThread
 from kvferry.endpoint.runtime.workers import Worker
 from kvferry.errors import ChunkError
 from kvferry.plan.requests.chunks import Chunk, ChunkSequence, HandedIn
@@ -423,7 +422,7 @@ def test_events_keep_their_order_whoever_takes_them(takers: Callable[..., thread
     for _ in range(3):
         takers(run_queue, timeout_s)
     waker = Waker([run_queue])
-    SupervisedThread("test", waker, Rests(math.inf))
+    SupervisedThread("test", waker)
     actors = [Records(run_queue) for _ in range(4)]
 
     def call(mine: list[Records]) -> None:
@@ -453,7 +452,7 @@ def test_a_waker_looks_while_events_are_handed_in_and_rests_otherwise(takers: Ca
 
     run_queue = Counting()
     waker = Waker([run_queue])
-    thread = SupervisedThread("test", waker, Rests(math.inf))
+    thread = SupervisedThread("test", waker)
     takers(run_queue, None)
     for round_number in range(3):
         actor = Records(run_queue)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 
 import pytest
 from tests.support.waiting import eventually
 
-from kvferry.endpoint.runtime.threads import Loop, Rests, SupervisedThread
+from kvferry.endpoint.runtime.threads import Loop, SupervisedThread
 
 
 class Fails(Loop):
@@ -34,7 +33,7 @@ class Fails(Loop):
 @pytest.mark.parametrize("error", [ValueError("a bug"), MemoryError(), SystemExit(3), KeyboardInterrupt()])
 def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplog: pytest.LogCaptureFixture):
     loop = Fails(error)
-    thread = SupervisedThread("a thread", loop, Rests(math.inf))
+    thread = SupervisedThread("a thread", loop)
     eventually("it went on", lambda: loop.turns > 3)
     health = thread.health
     assert (health.name, health.is_alive, health.failures) == ("a thread", True, 1)
@@ -46,7 +45,7 @@ def test_whatever_a_turn_raises_the_next_one_follows(error: BaseException, caplo
 
 def test_a_thread_whose_every_turn_fails_does_not_spin():
     loop = Fails(*[ValueError("again")] * 10_000)
-    thread = SupervisedThread("a thread", loop, Rests(math.inf))
+    thread = SupervisedThread("a thread", loop)
     threading.Event().wait(0.3)
     assert 3 < loop.turns < 20  # 1, 2, 4, ... milliseconds apart
     loop.errors.clear()
@@ -56,7 +55,7 @@ def test_a_thread_whose_every_turn_fails_does_not_spin():
 
 def test_a_loop_that_never_failed_is_well():
     loop = Fails()
-    thread = SupervisedThread("a thread", loop, Rests(math.inf))
+    thread = SupervisedThread("a thread", loop)
     assert thread.health.failures == 0
     assert thread.health.last_failure == ""
     loop.is_stopping.set()
@@ -84,7 +83,7 @@ def test_a_thread_outlives_what_cannot_even_be_logged():
     logger.addHandler(handler)
     loop = Fails(Unspeakable(), ValueError("a bug"))
     try:
-        thread = SupervisedThread("a thread", loop, Rests(math.inf))
+        thread = SupervisedThread("a thread", loop)
         eventually("it went on", lambda: loop.turns > 4)
         logger.addFilter(refuses)
         loop.errors.append(Unspeakable())

@@ -19,7 +19,7 @@ from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.endpoint.decode.links import Links
 from kvferry.endpoint.decode.rooms import ReceivingRooms
 from kvferry.endpoint.runtime.platform import Closing, Platform
-from kvferry.endpoint.runtime.threads import LONGEST_S, THREADS_END_S, Loop, RunningLoop, SleepBounds
+from kvferry.endpoint.runtime.threads import SLOW_TURN_S, THREADS_END_S, Loop, RunningLoop, SleepBounds
 from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
 from kvferry.loggers import logger_of
 from kvferry.observe.logs import report_silence
@@ -59,7 +59,7 @@ class Heartbeats:
         Args:
             longest_sleep_s: by how much a heartbeat may come later than it should while all is well.
         """
-        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s + LONGEST_S
+        most_apart_s = 2 * self._settings.heartbeat_interval_s + longest_sleep_s + SLOW_TURN_S
         late_s = self._lateness.seconds(now, most_apart_s=most_apart_s)
         self._links.connections.forgive(late_s, now)
         for link in self._links.current:

@@ -27,7 +27,7 @@ from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform
 from kvferry.endpoint.runtime.run_queue import Waker
-from kvferry.endpoint.runtime.threads import LONGEST_S, THREADS_END_S, Loop, RunningLoop
+from kvferry.endpoint.runtime.threads import SLOW_TURN_S, THREADS_END_S, Loop, RunningLoop
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import RankReplacedError, TransferError
 from kvferry.loggers import logger_of
@@ -422,4 +422,4 @@ class PrefillDriver(Loop):
         self.dismissals.look_whether_replaced(self._registration.replaced)
         if self.rooms.draining.has_begun:
             self.drain()
-        self.dismissals.look(now, most_apart_s=longest_wait_s + 2 * _TICK_S + LONGEST_S)
+        self.dismissals.look(now, most_apart_s=longest_wait_s + 2 * _TICK_S + SLOW_TURN_S)

@@ -7,7 +7,6 @@ what runs there is the endpoint itself, not a copy of it.
 
 from __future__ import annotations
 
-import math
 import platform
 import random
 import secrets
@@ -32,7 +31,7 @@ from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
 from kvferry.control.shared_registry import SharedRegistries
 from kvferry.endpoint.runtime.calibration import Calibration
-from kvferry.endpoint.runtime.threads import Loop, Rests, RunningLoop, SupervisedThread
+from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
 from kvferry.layout import RankLayout
 from kvferry.open_files import lack
 from kvferry.protocol.wire.field_types import ProcessIdentity
@@ -187,13 +186,8 @@ class _ThreadExecutor(BackgroundExecutor):
 class SystemPlatform(Platform):
     """This machine. Endpoints of one process that are given the same one share a client of each registry."""
 
-    def __init__(self, interpreter_takes_per_s: float = math.inf) -> None:
-        """Makes it.
-
-        Args:
-            interpreter_takes_per_s: how often all threads that it starts may take the interpreter's lock from others.
-        """
-        self._rests = Rests(interpreter_takes_per_s)
+    def __init__(self) -> None:
+        """Makes it."""
         self.name = f"{platform.node()}-{uuid.getnode():x}"  # tells two containers on it apart
         self.process = this_process()
         self._machine = this_machine()  # read once: peers are asked about all the time, and most are elsewhere
@@ -229,7 +223,7 @@ class SystemPlatform(Platform):
             time.sleep(_LOOK_S)
 
     def start(self, name: str, loop: Loop) -> RunningLoop:
-        return SupervisedThread(name, loop, self._rests)
+        return SupervisedThread(name, loop)
 
     def background_executor(self, name: str) -> BackgroundExecutor:
         return _ThreadExecutor(name)
