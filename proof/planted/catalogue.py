@@ -1361,6 +1361,13 @@ CATALOGUE = (
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
+        "what has ended waits behind all chunks that were handed in before",
+        "endpoint/prefill/room_actor.py",
+        "            self._run_queue.put(self, event.submitted_at)\n",
+        "            super()._line_up(event)\n",
+        "tests/unit/endpoint/test_precedence.py",
+    ),
+    PlantedFault(
         "the waker does not look again before it rests",
         "endpoint/runtime/run_queue.py",
         "        if not (self._is_called or self._is_stopping):",

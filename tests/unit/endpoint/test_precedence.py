@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from itertools import pairwise
+
+from tests.support.engines import WAIT_S, Request, Requests
+from tests.support.waiting import eventually
+
+from kvferry import TransferState
 from kvferry.endpoint.prefill.admission import due_at
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue
 
@@ -44,3 +52,32 @@ def test_actors_have_their_turns_in_the_order_in_which_they_are_due_and_a_worker
     while (actor := run_queue.take(0.0)) is not None:
         actor.take_turn(turns)
     assert turns == [1.0, 1.0, 2.0, 3.0]
+
+
+def test_of_rooms_that_are_handed_in_at_once_each_ends_before_the_next_is_posted(pair: Callable[..., Requests]):
+    """Else all of them end when the last one does."""
+    requests, all_are_in, looked = pair(workers=1, path="direct"), threading.Event(), threading.Event()
+
+    def opened(room: int) -> Request:
+        request = requests.new(room, 2)
+        requests.open_decode(request)
+        requests.open_prefill(request)
+        eventually("both sides have opened it", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
+        return request
+
+    def holds_the_worker_up() -> bool:
+        looked.set()
+        return all_are_in.wait(WAIT_S)
+
+    first, *others = [opened(room) for room in range(1, 6)]
+    first.senders[0].submit(first.source_pages[0], last=True, ready=holds_the_worker_up)
+    assert looked.wait(WAIT_S)
+    for each in others:
+        requests.submit(each)
+    all_are_in.set()
+    for each in others:
+        each.wait(WAIT_S)
+    stats = [each.senders[0].stats for each in others]
+    for one, following in pairwise(stats):
+        assert one.ended_at is not None
+        assert one.ended_at <= following.writes[0].posted_at

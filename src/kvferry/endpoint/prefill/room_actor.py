@@ -260,6 +260,9 @@ class RoomActor(Actor, SendingRoom[Worker]):
     def _line_up(self, event: RoomEvent) -> None:
         if isinstance(event, PostNextPart):
             self._gathering.put(self, event.due_at)
+        elif isinstance(event, HandedIn):
+            # Behind everything that is no chunk: what has ended is passed on before anything else is begun.
+            self._run_queue.put(self, event.submitted_at)
         else:
             super()._line_up(event)
 
