@@ -1361,6 +1361,13 @@ CATALOGUE = (
         "tests/simulation/test_interleavings.py",
     ),
     PlantedFault(
+        "a receiver is blamed while another one's failed write keeps memory of this side",
+        "endpoint/prefill/staged_writes.py",
+        "return max(kept_until, self._waits_at.kept_until) if isinstance(self._waits_at, SourceMemory) else kept_until",
+        "return kept_until",
+        "tests/unit/endpoint/test_staged_faults.py",
+    ),
+    PlantedFault(
         "what has ended waits behind all chunks that were handed in before",
         "endpoint/prefill/room_actor.py",
         "            self._run_queue.put(self, event.submitted_at)\n",

@@ -30,6 +30,10 @@ class SourceMemory:
 
     What was given back last is taken first: it is in the processor's cache still. One receiver gets only a few slots at
     a time, and more memory is taken up to a limit, so that a receiver that has stopped reading holds up no other.
+
+    Attributes:
+        kept_until: by when slots that failed writes may read yet should be free. Whoever waits till then cannot blame
+            its receiver.
     """
 
     def __init__(self, slot_bytes: int, first: StagingMemory, grow: Callable[[], StagingMemory | None]) -> None:
@@ -42,6 +46,7 @@ class SourceMemory:
         """
         self.memory = first
         self.slot_bytes = slot_bytes
+        self.kept_until = float("-inf")
         self._grow = grow
         self._more: list[StagingMemory] = []
         self._free: list[int] = []

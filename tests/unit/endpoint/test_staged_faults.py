@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry.errors import IncompatiblePeerError, RegistrationError
+from kvferry.errors import IncompatiblePeerError, RegistrationError, TransportError
 from kvferry.protocol.wire import messages
 from kvferry.testing.probe import probe
 
@@ -88,3 +89,30 @@ def test_a_span_that_is_released_after_a_failed_write_is_kept_until_what_had_bee
     assert positions == [0 if after_failure else 64]
     eventually("it is given back", lambda: ring.reading.position == 64)
     assert (time.monotonic() - began_at > 0.35) is after_failure
+
+
+def test_a_room_that_waits_for_memory_that_another_ranks_failed_write_may_read_is_not_given_up_for_that(
+    engines: Callable[..., Engines],
+):
+    """Memory of this side is not free for longer than a write may take: not by the receiver's fault, and it passes."""
+    both = engines(path="staged", staging_ring_mib=2**-8, staging_chunk_mib=2**-8, staging_memory_mib=2**-7)
+    prefill = both.prefill(Model(), quarantine_s=1.2, write_timeout_s=0.6, gather_workers=1)
+    broken, sound = (Requests(prefill, both.decode(Model())) for _ in range(2))
+    for room, each in enumerate((broken, sound), start=1):
+        each.run(room)
+    transport = prefill.transports[0]
+    transport.promises = replace(transport.promises, posts_all_or_nothing=False)
+
+    def fail_once(peer: str) -> None:
+        transport.on_post = None
+        raise TransportError(f"the connection to {peer} was reset")
+
+    transport.on_post = fail_once
+    request = broken.new(3)
+    broken.open_decode(request)
+    broken.open_prefill(request)
+    broken.submit(request)
+    request.wait_ended()
+    failed_at = time.monotonic()
+    sound.run(4)
+    assert time.monotonic() - failed_at > 0.9, "it found memory, and has not waited for what the write may read"

@@ -81,10 +81,13 @@ class StagedPart:
     def failed(self, error: Exception, *, is_read: bool) -> None:
         """Gives the slot back, if nothing more is read of it. It may arrive yet."""
         self.may_arrive = True
-        if not is_read:
-            self._give_slot_back()
         target = self.write.target
-        target.attachment.spans_kept_until = target.context.now() + 2 * target.context.settings.quarantine_s
+        kept_until = target.context.now() + 2 * target.context.settings.quarantine_s
+        target.attachment.spans_kept_until = kept_until
+        if is_read:
+            self.memory.kept_until = kept_until
+        else:
+            self._give_slot_back()
         target.room.post(self.write.failure(error, may_arrive=True, is_read=is_read))
 
     def settled(self, error: Exception) -> None:
@@ -217,8 +220,11 @@ class StagedWrites:
 
     @property
     def moved_at(self) -> float:
-        """Until when nothing need get on at the receiver: its ring waits for what failed writes had sent."""
-        return self._target.attachment.spans_kept_until if self.is_waiting else float("-inf")
+        """Until when nothing need get on: the receiver's ring or memory on this side is kept by writes that failed."""
+        if not self.is_waiting:
+            return float("-inf")
+        kept_until = self._target.attachment.spans_kept_until
+        return max(kept_until, self._waits_at.kept_until) if isinstance(self._waits_at, SourceMemory) else kept_until
 
     def write(self, write: StagedWrite) -> None:
         """Posts a write behind those before it, when there is memory for it."""
