@@ -1,8 +1,10 @@
-"""What a plug-in builds on in its engine, line by line, and whether the engine that is installed still has it.
+"""What a plug-in builds on in its engine, line by line, and whether an engine still has it.
 
 Engines move classes, rename hooks and add parameters between versions, and a plug-in that does not notice moves the
 wrong bytes, or none. So each plug-in writes down what it builds on, as plain data, and checks all of it when the engine
-starts. Nothing here knows an engine: what is checked is found by its name, when it is checked.
+starts. A contract has two levels: what the plug-in calls, is called by, or shares with the engine (a change stops the
+server), and what was merely read in it once (`Mentions`: a change warns, and the server serves). Nothing here knows an
+engine: what is checked is found by its name, when it is checked, in the engine that is installed or in its sources.
 
     CONTRACT = Contract(
         engine="SGLang",
@@ -17,57 +19,29 @@ starts. Nothing here knows an engine: what is checked is found by its name, when
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from types import CodeType
-from typing import Any, Protocol
+from typing import ClassVar, Protocol
 
+from kvferry.engines.engine_code import EngineCode, Imported, MissingError
 from kvferry.errors import EngineContractError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
 
 
-class MissingError(Exception):
-    """Something that a name stands for is not there; says which."""
-
-
-def find(where: str) -> Any:
-    """Returns what a name stands for.
-
-    Args:
-        where: a module, or a module and what is in it, as `package.module:Class.method`.
-
-    Raises:
-        MissingError: if the module cannot be imported, or has no such thing.
-    """
-    module_name, _, inside = where.partition(":")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except Exception as error:  # whatever an engine's module raises while it is imported
-        raise MissingError(f"{module_name} cannot be imported ({type(error).__name__}: {error})") from error
-    for name in inside.split(".") if inside else ():
-        try:
-            found = inspect.getattr_static(found, name) if isinstance(found, type) else getattr(found, name)
-        except AttributeError:
-            raise MissingError(f"{where} is gone: there is no {name!r}") from None
-        if isinstance(found, (staticmethod, classmethod)):
-            found = found.__func__
-    return found
-
-
 class Line(Protocol):
     """One thing that a plug-in builds on.
 
     Attributes:
-        where: its name, as for `find`.
+        where: its name, as `EngineCode` has it.
         needed_for: what the plug-in needs it for.
+        is_only_read: whether nothing of the plug-in's goes by it when it runs.
     """
+
+    is_only_read: ClassVar[bool]
 
     @property
     def where(self) -> str: ...
@@ -75,11 +49,12 @@ class Line(Protocol):
     @property
     def needed_for(self) -> str: ...
 
-    def difference(self) -> str | None:
-        """Returns how the engine differs from this line; None if it does not.
+    def difference(self, code: EngineCode) -> str | None:
+        """Returns how an engine differs from this line; None if it does not.
 
         Raises:
             MissingError: if the engine has no such thing.
+            TypeError: if it is of another kind.
         """
         ...
 
@@ -91,9 +66,11 @@ class Present:
     where: str
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        find(self.where)
+        code.check(self.where)
         return None
 
 
@@ -109,9 +86,11 @@ class Signature:
     parameters: str
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        found = parameters_of(find(self.where))
+        found = parameters_of(code.signature(self.where))
         if found == self.parameters:
             return None
         return f"{self.where} takes ({found}), and took ({self.parameters})"
@@ -131,14 +110,16 @@ class Call:
     keywords: tuple[str, ...]
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        function = find(self.where)
+        signature = code.signature(self.where)
         try:
-            inspect.signature(function).bind(*[None] * self.positional, **dict.fromkeys(self.keywords))
+            signature.bind(*[None] * self.positional, **dict.fromkeys(self.keywords))
         except TypeError as error:
             given = ", ".join([f"{self.positional} by place", *(f"{name}=" for name in self.keywords)])
-            return f"{self.where} takes ({parameters_of(function)}), and is called with {given}: {error}"
+            return f"{self.where} takes ({parameters_of(signature)}), and is called with {given}: {error}"
         return None
 
 
@@ -156,10 +137,11 @@ class Members:
     needed_for: str
     and_no_others: bool = False
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        holder = find(self.where)
-        found = _members(holder)
+        found = code.members(self.where)
         problems = [f"{name} is gone" for name in self.members if name not in found]
         problems += [
             f"{name} is {found[name]!r}, and was {value!r}"
@@ -183,9 +165,11 @@ class Fields:
     names: tuple[str, ...]
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        found = _fields(find(self.where))
+        found = code.fields(self.where)
         gone = [name for name in self.names if name not in found]
         return f"{self.where} has no field {', '.join(gone)}" if gone else None
 
@@ -205,12 +189,15 @@ class Attributes:
     needed_for: str
     and_no_others: bool = False
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        found = dir(find(self.where))
+        found = code.attributes(self.where)
         problems = [f"{name} is gone" for name in self.names if name not in found]
         if self.and_no_others:
-            problems += [f"{name} is new" for name in found if name not in self.names and not name.startswith("_")]
+            others = sorted(name for name in found if name not in self.names and not name.startswith("_"))
+            problems += [f"{name} is new" for name in others]
         return f"{self.where}: {', '.join(problems)}" if problems else None
 
 
@@ -219,26 +206,28 @@ class Inherits:
     """A class that is still a subclass of another.
 
     Attributes:
-        base: the other, as for `find`.
+        base: the other's name.
     """
 
     where: str
     base: str
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        found, base = find(self.where), find(self.base)
-        if isinstance(found, type) and isinstance(base, type) and issubclass(found, base):
+        if code.is_subclass(self.where, self.base):
             return None
         return f"{self.where} is no {self.base} any more"
 
 
 @dataclass(frozen=True, slots=True)
-class Mentions:
-    """A function of the engine's whose code speaks of these names: what it reads, sets or calls.
+class Uses:
+    """A function of the engine's whose code uses names by which it and the plug-in meet.
 
-    For what no signature shows: that the engine still looks at the attribute that the plug-in sets.
+    For what no signature shows: that it still calls the hook, sets the attribute that the plug-in reads, looks at what
+    the plug-in sets, or divides and lists as the plug-in does.
 
     Attributes:
         names: the names.
@@ -248,15 +237,36 @@ class Mentions:
     names: tuple[str, ...]
     needed_for: str
 
-    def difference(self) -> str | None:
+    is_only_read: ClassVar[bool] = False
+
+    def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        function = inspect.unwrap(find(self.where))
-        code = getattr(function, "__code__", None)
-        if code is None:
-            return f"{self.where} is no function any more"
-        found = set(_names(code))
-        gone = [name for name in self.names if name not in found]
-        return f"{self.where} does not use {', '.join(gone)} any more" if gone else None
+        return _unused(self.where, self.names, code)
+
+
+@dataclass(frozen=True, slots=True)
+class Mentions:
+    """A function of the engine's whose code was read once, and spoke of these names: what made its authors sure.
+
+    Attributes:
+        names: the names.
+    """
+
+    where: str
+    names: tuple[str, ...]
+    needed_for: str
+
+    is_only_read: ClassVar[bool] = True
+
+    def difference(self, code: EngineCode) -> str | None:
+        """See `Line.difference`."""
+        return _unused(self.where, self.names, code)
+
+
+def _unused(where: str, names: Iterable[str], code: EngineCode) -> str | None:
+    found = code.names_in(where)
+    gone = [name for name in names if name not in found]
+    return f"{where} does not use {', '.join(gone)} any more" if gone else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,19 +277,45 @@ class Contract:
         engine: its name, for people.
         tried: the versions with which every line was tried, the newest last.
         lines: what must be so.
+        read: versions whose sources have every line, and that nobody has tried.
     """
 
     engine: str
     tried: tuple[str, ...]
     lines: tuple[Line, ...]
+    read: tuple[str, ...] = ()
 
-    def broken(self) -> tuple[str, ...]:
-        """Returns how the engine that is installed differs: a text for each line that it breaks."""
-        return tuple(f"{text} ({line.needed_for})" for line in self.lines if (text := _difference(line)) is not None)
+    def broken(self, code: EngineCode | None = None) -> tuple[str, ...]:
+        """Returns how an engine differs in what the plug-in meets: a text for each line that it breaks.
+
+        Args:
+            code: the engine's; that of the one that is installed, if it is not given.
+        """
+        return tuple(text for _, text in self.differences(code, only_read=False))
+
+    def moved(self, code: EngineCode | None = None) -> tuple[str, ...]:
+        """Returns how an engine differs in what was merely read: a text for each such line.
+
+        Args:
+            code: as above.
+        """
+        return tuple(text for _, text in self.differences(code, only_read=True))
+
+    def differences(self, code: EngineCode | None = None, *, only_read: bool) -> Iterator[tuple[Line, str]]:
+        """Yields the lines of one level that do not hold, and how the engine differs.
+
+        Args:
+            code: as above.
+            only_read: whether of those that were merely read.
+        """
+        code = code or Imported()
+        for line in self.lines:
+            if line.is_only_read == only_read and (text := _difference(line, code)) is not None:
+                yield line, f"{text} ({line.needed_for})"
 
 
 def contract_for(contracts: Sequence[Contract], version: str) -> Contract:
-    """Returns the contract of a version: the one that was tried with it, or with the last version before it.
+    """Returns the contract of a version: the one that is for it, or for the last version before it.
 
     Where there is none it is the newest: what is built from source may call itself 0.1.
 
@@ -287,12 +323,14 @@ def contract_for(contracts: Sequence[Contract], version: str) -> Contract:
         contracts: the oldest first.
         version: the engine's.
     """
-    earlier = [each for each in contracts if _numbers(each.tried[0]) <= _numbers(version)]
+    earlier = [each for each in contracts if _numbers((*each.tried, *each.read)[0]) <= _numbers(version)]
     return earlier[-1] if earlier else contracts[-1]
 
 
 def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) -> Contract:
-    """Checks the engine that is installed, and warns of a version that was not tried. Returns the contract that it has.
+    """Checks the engine that is installed. Returns the contract that it has.
+
+    Warns of what was merely read in it and is otherwise now, and of a version that was not tried.
 
     Args:
         contracts: the oldest first.
@@ -300,25 +338,34 @@ def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) 
         warns: whether to warn; what is checked more than once need not.
 
     Raises:
-        EngineContractError: if something that the plug-in builds on has changed; names all that has.
+        EngineContractError: if something that the plug-in meets has changed; names all that has.
     """
     contract = contract_for(contracts, version)
     engine, tried = contract.engine, _listed([each for other in contracts for each in other.tried])
-    broken = contract.broken()
-    if broken:
+    if broken := contract.broken():
         raise EngineContractError(
             f"kvferry's plug-in does not fit {engine} {version}, and refuses to serve with it: "
             f"{'; '.join(broken)}. Every line of the contract was tried with {engine} {tried}: install one of these, "
             f"or a kvferry that knows {engine} {version}"
         )
-    if warns and _public(version) not in contract.tried:
+    if not warns:
+        return contract
+    if moved := contract.moved():
+        log.warning(
+            "%s %s is not all that was read of it when kvferry's plug-in was written: %s. The plug-in meets none of "
+            "that when it runs, and serves; whether what was concluded from it still holds, nobody has tried.",
+            engine,
+            version,
+            "; ".join(moved),
+        )
+    if _public(version) not in contract.tried:
         log.warning(
             "%s %s is not among the versions that kvferry's plug-in was tried with: %s. All %d names and signatures "
             "that it builds on are there; whether they still mean the same, nobody has tried.",
             engine,
             version,
             tried,
-            len(contract.lines),
+            sum(not line.is_only_read for line in contract.lines),
         )
     return contract
 
@@ -333,25 +380,25 @@ def holds(contract: Contract, version: str, otherwise: str) -> bool:
     Returns:
         Whether nothing has.
     """
-    broken = contract.broken()
-    if broken:
+    changed = (*contract.broken(), *contract.moved())
+    if changed:
         log.error(
             "kvferry's plug-in does not fit %s %s in everything: %s. %s. All of it was tried with %s %s",
             contract.engine,
             version,
-            "; ".join(broken),
+            "; ".join(changed),
             otherwise,
             contract.engine,
             _listed(contract.tried),
         )
-    return not broken
+    return not changed
 
 
-def parameters_of(function: Callable[..., Any]) -> str:
-    """Returns a function's parameters as `Signature` has them."""
+def parameters_of(signature: inspect.Signature) -> str:
+    """Returns parameters as `Signature` has them."""
     shown: list[str] = []
-    last: Any = None
-    for each in inspect.signature(function).parameters.values():
+    last: object = None
+    for each in signature.parameters.values():
         if last is each.POSITIONAL_ONLY and each.kind is not each.POSITIONAL_ONLY:
             shown.append("/")
         if each.kind is each.KEYWORD_ONLY and last not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
@@ -364,41 +411,13 @@ def parameters_of(function: Callable[..., Any]) -> str:
     return ", ".join(shown)
 
 
-def _difference(line: Line) -> str | None:
+def _difference(line: Line, code: EngineCode) -> str | None:
     try:
-        return line.difference()
+        return line.difference(code)
     except MissingError as error:
         return str(error)
     except Exception as error:  # a thing of another kind than it was: as different as one that is gone
         return f"{line.where} cannot be read ({type(error).__name__}: {error})"
-
-
-def _members(holder: Any) -> dict[str, object]:
-    if isinstance(holder, type) and issubclass(holder, Enum):
-        return {name: member.value for name, member in holder.__members__.items()}
-    return {name: value for name, value in vars(holder).items() if not name.startswith("_") and not callable(value)}
-
-
-def _fields(holder: Any) -> set[str]:
-    found = {name for base in inspect.getmro(holder) for name in inspect.get_annotations(base)}
-    found |= set(getattr(holder, "__struct_fields__", ()))
-    if dataclasses.is_dataclass(holder):
-        found |= {each.name for each in dataclasses.fields(holder)}
-    return found
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    yield from code.co_names
-    yield from code.co_varnames
-    yield from code.co_freevars
-    yield from code.co_cellvars
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
-        elif isinstance(constant, str):
-            yield constant
-        elif isinstance(constant, tuple):
-            yield from (each for each in constant if isinstance(each, str))
 
 
 def _public(version: str) -> str:

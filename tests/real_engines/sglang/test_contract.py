@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from proof.engine_contracts.page import Verdict
+from tests.real_engines.contracts import checked, doctored, installed
 from tests.real_engines.sglang.changed import (
     RefuseToApply,
     ask_senders_for_more,
@@ -23,6 +26,7 @@ from tests.real_engines.sglang.changed import (
     served,
     started,
 )
+from tests.support.engine_wheels import moved, renamed
 
 from kvferry.engines.contract import contract_for
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, TRIED, engine_version
@@ -112,7 +116,7 @@ def test_a_server_with_another_sglang_says_what_has_changed(change: Callable[[],
 def test_a_version_that_was_not_tried_is_said():
     ended, logged = outcome(call_it_another_version, started, served)
     assert ended == "served"
-    lines = len(SERVING[-1].lines)
+    lines = sum(not line.is_only_read for line in SERVING[-1].lines)
     assert logged == (
         "WARNING:kvferry.engines.contract:SGLang 0.5.24 is not among the versions that kvferry's plug-in was tried "
         f"with: 0.5.22 and 0.5.23. All {lines} names and signatures that it builds on are there; whether they still "
@@ -128,6 +132,37 @@ def test_an_sglang_that_ends_otherwise_serves_and_says_so():
         "(our hook on it says at the registry that the engine drains). Peers notice late that a server has ended: run "
         "kvferry drain before the SIGTERM (docs/drain.md)" in logged
     )
+
+
+# ---- its sources ----------------------------------------------------------------------------------------------------
+
+
+def test_its_sources_say_what_it_says_when_it_is_imported():
+    found = checked("sglang", engine_version(), installed("sglang"))
+    assert (found.broken, found.moved, found.verdict) == ((), (), Verdict.TRIED)
+
+
+def test_a_wheel_with_a_renamed_hook_stops_the_server(tmp_path: Path):
+    module = "sglang.srt.disaggregation.prefill"
+    found = doctored("sglang", engine_version(), {module: renamed("create_sender", "make_sender")}, tmp_path)
+    assert found.verdict is Verdict.BROKEN
+    gone = f"{module}:PrefillBootstrapQueue.create_sender is gone: there is no 'create_sender'"
+    assert found.broken[0] == f"{gone} (our hook on it takes a request's conditions)"
+    assert found.broken[1].startswith(
+        f"{gone} (our sender is made there): now in {module}:PrefillBootstrapQueue.make_sender"
+    )
+    assert len(found.broken) == 2
+
+
+def test_a_wheel_in_which_something_has_moved_that_was_merely_read_warns(tmp_path: Path):
+    module, method = "sglang.srt.disaggregation.decode", "prefetch_prefill_dp_rank_queries"
+    found = doctored("sglang", engine_version(), {module: moved(method, "_ask_early")}, tmp_path)
+    assert found.broken == ()
+    assert found.moved == (
+        f"{module}:DecodePreallocQueue.{method} does not use _prefill_dp_rank_queries, pending_reqs, submit, "
+        f"query_prefill_dp_ranks any more (it asks in the background): now in {module}:DecodePreallocQueue._ask_early",
+    )
+    assert found.verdict is Verdict.TRIED
 
 
 # ---- a plug-in that SGLang goes on without --------------------------------------------------------------------------

@@ -12,9 +12,13 @@ from typing import Any
 
 import pytest
 from examples.tiny_model import write
+from proof.engine_contracts.page import Verdict
+from tests.real_engines.contracts import checked, doctored, installed
 from tests.real_engines.vllm.engine import EngineError, EngineProcess, Shape
+from tests.support.engine_wheels import moved, renamed
 
-from kvferry.engines.contract import find
+from kvferry.engines.engine_code import find
+from kvferry.engines.vllm.contract import version
 from kvferry.engines.vllm.engine_names import engine_names
 from kvferry.errors import EngineContractError
 
@@ -146,6 +150,30 @@ def test_a_vllm_that_ends_otherwise_serves_and_says_so(
         "more (ours is called before its handler). A server that is told to end may not drain: run kvferry drain"
         in said
     )
+
+
+def test_its_sources_say_what_it_says_when_it_is_imported():
+    found = checked("vllm", version(), installed("vllm"))
+    assert (found.broken, found.moved, found.lacking) == ((), (), ())
+    assert found.verdict is Verdict.TRIED
+
+
+def test_a_wheel_with_a_renamed_hook_stops_the_server(tmp_path: Path):
+    hook = f"{BASE}:KVConnectorBase_V1.get_transfer_results"
+    found = doctored("vllm", version(), {BASE: renamed("get_transfer_results", "get_results")}, tmp_path)
+    assert found.broken == (f"{hook} is gone: there is no 'get_transfer_results' (vLLM calls ours so)",)
+    assert found.verdict is Verdict.BROKEN
+
+
+def test_a_wheel_in_which_something_has_moved_that_was_merely_read_warns(tmp_path: Path):
+    core, method = "vllm.v1.engine.core", "_initialize_kv_caches"
+    found = doctored("vllm", version(), {core: moved(method, "_make_caches")}, tmp_path)
+    assert found.broken == ()
+    assert found.moved == (
+        f"{core}:EngineCore.{method} does not use compile_or_warm_up_model any more (graphs are captured so): now in "
+        f"{core}:EngineCore._make_caches",
+    )
+    assert found.verdict is Verdict.TRIED
 
 
 @pytest.mark.servers

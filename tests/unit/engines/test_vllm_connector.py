@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvferry.engines.contract import Signature
-from kvferry.engines.vllm import contract
+from kvferry.engines.engine_code import Imported
 from kvferry.engines.vllm.caches import CacheGroup
+from kvferry.engines.vllm.contract_0_33 import since_0_33
 
 MODULE = "kvferry.engines.vllm.connector"
 
@@ -121,8 +123,11 @@ def test_multi_connector_finds_it_by_its_name(connector_module: Any):
 
 def test_it_answers_what_vllm_asks_of_sleep_since_0_33(connector_module: Any):
     assert connector_module.KVFerryConnector.supports_sleep_mode({})
-    for name, parameters in contract._NEW_IN_0_33.items():
-        assert Signature(f"{MODULE}:KVFerryConnector.{name}", parameters, "vLLM calls it").difference() is None
+    asked = [line for line in since_0_33() if isinstance(line, Signature)]
+    assert len(asked) == 3
+    for line in asked:
+        ours = f"{MODULE}:KVFerryConnector.{line.where.rpartition('.')[2]}"
+        assert replace(line, where=ours).difference(Imported()) is None
 
 
 @pytest.mark.parametrize("stage", [0, 1])

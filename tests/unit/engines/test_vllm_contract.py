@@ -11,6 +11,7 @@ import pytest
 
 from kvferry.engines.contract import Contract
 from kvferry.engines.vllm import contract
+from kvferry.engines.vllm.contract_0_33 import since_0_33
 from kvferry.errors import EngineContractError
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -32,6 +33,8 @@ def made(source: str) -> Any:
     return names["it"]
 
 
+MARKS = "lambda self, layer: setattr(layer, 'is_draft_layer', True)"
+ASKS = "lambda layer: replace(layer.spec, is_draft=layer.is_draft_layer)"
 NEW_IN_0_33 = {
     f"{BASE}:KVConnectorBase_V1.supports_sleep_mode": "classmethod(lambda cls, kv_transfer_config: True)",
     f"{BASE}:KVConnectorBase_V1.unregister_kv_caches": "lambda self: None",
@@ -48,6 +51,11 @@ NEW_IN_0_33 = {
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches": (
         "lambda self, config: self.set_kv_cache_layout(config.adjust_dcp_kv_cache_interleave_size())"
     ),
+    "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.__annotations__": "{'is_draft_layer': bool}",
+    "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model": MARKS,
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": MARKS,
+    "vllm.v1.worker.gpu_model_runner:GPUModelRunner.get_kv_cache_spec": ASKS,
+    "vllm.v1.worker.gpu.attn_utils:get_kv_cache_spec": ASKS,
 }
 """What vLLM 0.33 has that 0.32 has not, as far as ours builds on it."""
 
@@ -122,6 +130,9 @@ def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         if name not in sys.modules:
             monkeypatch.setitem(sys.modules, name, ModuleType(name))
         module = sys.modules[name]
+        if not function:
+            setattr(module, of, eval(source))
+            return
         if not hasattr(module, of):
             setattr(module, of, type(of, (), {}))
         setattr(getattr(module, of), function, eval(source))
@@ -131,12 +142,11 @@ def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
-def broken_in_0_33() -> tuple[str, ...]:
-    return Contract("vLLM", (), (*contract.hook_lines(), *contract.since_0_33())).broken()
+IN_0_33 = Contract("vLLM", (), (*contract.hook_lines(), *since_0_33()))
 
 
 def test_what_is_new_in_0_33_as_it_is(newer: Any):
-    assert broken_in_0_33() == ()
+    assert IN_0_33.broken() == IN_0_33.moved() == ()
 
 
 @pytest.mark.parametrize(
@@ -158,17 +168,26 @@ def test_what_is_new_in_0_33_as_it_is(newer: Any):
             "does not use unregister_kv_caches any more (memory is not written to that is given back)",
         ),
         (
-            "vllm.v1.engine.core:EngineCore._set_kv_connector_handshake_metadata",
-            "lambda self: None",
-            "does not use get_kv_connector_handshake_metadata any more (prefill ranks are found from then on, once "
-            "graphs are captured)",
+            "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
+            "lambda self, layer: None",
+            "does not use is_draft_layer any more (layers are a draft model's by it)",
         ),
     ],
-    ids=["restore", "supports", "discard", "handshake"],
+    ids=["restore", "supports", "discard", "drafts"],
 )
 def test_what_is_new_in_0_33_and_has_changed_is_named(newer: Any, where: str, source: str, said: str):
     newer(where, source)
-    assert broken_in_0_33() == (f"{where} {said}",)
+    assert IN_0_33.broken() == (f"{where} {said}",)
+
+
+def test_what_was_merely_read_of_0_33_and_has_moved_stops_nothing(newer: Any):
+    where = "vllm.v1.engine.core:EngineCore._set_kv_connector_handshake_metadata"
+    newer(where, "lambda self: None")
+    assert IN_0_33.broken() == ()
+    assert IN_0_33.moved() == (
+        f"{where} does not use get_kv_connector_handshake_metadata any more (prefill ranks are found from then on, "
+        "once graphs are captured)",
+    )
 
 
 def test_a_vllm_with_nothing_of_it_stops_the_server(base: Any, monkeypatch: pytest.MonkeyPatch):

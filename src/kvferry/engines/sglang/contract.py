@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from kvferry.engines.contract import Attributes, Call, Contract, Fields, Inherits, Line, Members, Mentions, Signature
+from kvferry.engines.contract import (
+    Attributes,
+    Call,
+    Contract,
+    Fields,
+    Inherits,
+    Line,
+    Members,
+    Mentions,
+    Signature,
+    Uses,
+)
 from kvferry.engines.sglang import hooks
 from kvferry.engines.sglang.contract_pools import INDEXED
+from kvferry.engines.sglang.contract_requests import REQUESTS
 from kvferry.engines.sglang.hooks import where
 
 TRIED = ("0.5.22", "0.5.23")
@@ -28,8 +40,6 @@ def engine_version() -> str:
 
 _BASE = "sglang.srt.disaggregation.base.conn"
 _MANAGERS = "sglang.srt.managers"
-_LORA = "sglang.srt.lora.lora_manager:LoRAManager"
-_UPDATER = f"{_MANAGERS}.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _COMMON = "sglang.srt.disaggregation.common.conn"
 _DECODE = "sglang.srt.disaggregation.decode"
 _PREFILL = "sglang.srt.disaggregation.prefill"
@@ -42,7 +52,7 @@ _HOOKS = "sglang.srt.plugins.hook_registry"
 _LOADING: tuple[Line, ...] = (
     Signature(f"{_HOOKS}:HookRegistry.register", "cls, target, hook, hook_type=, *, source=", "our hooks go in by it"),
     Call(f"{_HOOKS}:HookRegistry.apply_hooks", 1, (), "we check after it that our hooks are in effect"),
-    Mentions("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there"),
+    Uses("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there"),
     Members(f"{_HOOKS}:HookType", {"AFTER": "after", "AROUND": "around", "REPLACE": "replace"}, "our hooks' kinds"),
     Members(where(hooks.BACKENDS), {"NIXL": "nixl"}, "we add our name to them, and may take over this one"),
     Members(
@@ -98,11 +108,11 @@ _MANAGER: tuple[Line, ...] = (
         "a server may take the other role, since our manager has them",
     ),
     *(
-        Mentions(f"{queue}.{event}_memory_occupation", ("kv_manager", called), "our endpoint is gone meanwhile")
+        Uses(f"{queue}.{event}_memory_occupation", ("kv_manager", called), "our endpoint is gone meanwhile")
         for queue in (f"{_PREFILL}:PrefillBootstrapQueue", f"{_DECODE}:DecodePreallocQueue")
         for event, called in (("release", "deregister_buffer_to_engine"), ("resume", "register_buffer_to_engine"))
     ),
-    Mentions(
+    Uses(
         f"{_COMMON}:CommonKVManager.__init__",
         (
             *("kv_args", "kv_cache_dtype_str", "kv_layout", "request_status", "failure_records", "prefill_info_table"),
@@ -135,17 +145,17 @@ _MANAGER: tuple[Line, ...] = (
         },
         "what is cached beside keys and values is told apart so",
     ),
-    Mentions(
+    Uses(
         f"{_POOLS}:DSATokenToKVPool.__init__",
         ("index_kpool", "index_head_dim", "index_page_size"),
         "the order within a page of the index is named by them",
     ),
-    Mentions(
+    Uses(
         f"{_POOLS}:DSATokenToKVPool.get_compress_tail_buf_infos",
         ("kpool_use_compress", "layer_num", "_compress_tail_k", "_compress_tail_score"),
         "it lists the keys of all layers, then their scores",
     ),
-    Mentions(
+    Uses(
         f"{_POOLS}:MHATokenToKVPoolMXFP8.get_kv_scale_buf_infos",
         ("k_scale_buffer", "v_scale_buffer", "mxfp8_sf_interleaved"),
         "it lists scales of keys, then of values",
@@ -160,25 +170,25 @@ _MANAGER: tuple[Line, ...] = (
         for manager in (hooks.PREFILL_MANAGER, hooks.DECODE_MANAGER)
         for line in (
             Signature(where(manager), "self", "our hook on it takes the scheduler's window"),
-            Mentions(where(manager), ("setup_state_kv_args", "scheduler"), "our hook on that is called there"),
+            Uses(where(manager), ("setup_state_kv_args", "scheduler"), "our hook on that is called there"),
         )
     ),
     *(
-        Mentions(pages, ("sliding_window_size",), "a window's pages begin so many tokens before the request's end")
+        Uses(pages, ("sliding_window_size",), "a window's pages begin so many tokens before the request's end")
         for pages in (
             "sglang.srt.managers.scheduler:Scheduler.__init__",
             f"{_MIXIN}._send_kv_chunk",
             f"{_DECODE}:DecodePreallocQueue.pop_preallocated",
         )
     ),
-    Mentions(
+    Uses(
         f"{_POOLS}:MHATokenToKVPool.__init__",
         ("head_num", "head_dim", "v_head_dim", "kv_cache_layout", "k_scale_buffer"),
         "heads and the order within a page are read from the pool",
     ),
-    Mentions(f"{_SWA_POOL}:SWAKVPool.__init__", ("full_kv_pool", "swa_kv_pool"), "each of its pools is described"),
-    Mentions(f"{_POOLS}:HybridLinearKVPool.__init__", ("full_kv_pool", "mamba_pool"), "each of its pools is described"),
-    Mentions(f"{_POOLS}:MambaPool.__init__", ("mamba_cache",), "its convolutions are told apart from its heads"),
+    Uses(f"{_SWA_POOL}:SWAKVPool.__init__", ("full_kv_pool", "swa_kv_pool"), "each of its pools is described"),
+    Uses(f"{_POOLS}:HybridLinearKVPool.__init__", ("full_kv_pool", "mamba_pool"), "each of its pools is described"),
+    Uses(f"{_POOLS}:MambaPool.__init__", ("mamba_cache",), "its convolutions are told apart from its heads"),
     *(
         Signature(f"{_MODEL}:ModelConfig.{name}", parameters, "heads of the whole model are read by it")
         for name, parameters in {
@@ -247,10 +257,15 @@ _SENDER: tuple[Line, ...] = (
             "pop_decode_prefix_len": "self",
         }.items()
     ),
+    Uses(
+        f"{_PREFILL}:PrefillBootstrapQueue.finalize_bootstrap",
+        ("pop_decode_prefix_len", "start_send_idx"),
+        "it hands in what follows the decode side's prefix",
+    ),
     Mentions(
         f"{_PREFILL}:PrefillBootstrapQueue.finalize_bootstrap",
-        ("pop_decode_prefix_len", "start_send_idx", "disagg_decode_prefix_len"),
-        "it hands in, and digests, what follows the decode side's prefix",
+        ("disagg_decode_prefix_len",),
+        "SGLang's checksum begins behind the decode side's prefix",
     ),
     Mentions(
         f"{_MIXIN}.send_kv_chunk",
@@ -258,7 +273,7 @@ _SENDER: tuple[Line, ...] = (
         "SGLang's checksum begins behind the decode side's prefix",
     ),
     Signature(where(hooks.CREATE_SENDER), "self, req, num_kv_heads", "our hook on it takes a request's conditions"),
-    Mentions(where(hooks.CREATE_SENDER), ("disagg_kv_sender", "bootstrap_room"), "our sender is made there"),
+    Uses(where(hooks.CREATE_SENDER), ("disagg_kv_sender", "bootstrap_room"), "our sender is made there"),
 )
 
 _RECEIVER: tuple[Line, ...] = (
@@ -291,11 +306,16 @@ _RECEIVER: tuple[Line, ...] = (
     Signature(
         where(hooks.CREATE_RECEIVER), "self, req, is_rebootstrap=", "our hook on it takes a request's conditions"
     ),
-    Mentions(where(hooks.CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
+    Uses(where(hooks.CREATE_RECEIVER), ("kv_receiver", "bootstrap_room"), "our receiver is made there"),
     Signature(where(hooks.SERVERS_KNOWN), "self, addr_to_reqs", "our hook on it keeps requests back"),
+    Uses(
+        f"{_DECODE}:DecodePreallocQueue._resolve_pending_reqs",
+        ("_ensure_prefill_info", "_prefill_dp_rank_queries"),
+        "our hook is called there",
+    ),
     Mentions(
         f"{_DECODE}:DecodePreallocQueue._resolve_pending_reqs",
-        ("_ensure_prefill_info", "_resolve_prefill_dp_rank", "_prefill_dp_rank_queries", "bootstrap_room", "result"),
+        ("_resolve_prefill_dp_rank", "bootstrap_room", "result"),
         "SGLang waits there for what our hook has seen to be answered, and for nothing else",
     ),
     Mentions(
@@ -303,7 +323,7 @@ _RECEIVER: tuple[Line, ...] = (
         ("_prefill_dp_rank_queries", "pending_reqs", "submit", "query_prefill_dp_ranks"),
         "it asks in the background",
     ),
-    Mentions(
+    Uses(
         where(hooks.SERVERS_KNOWN),
         ("_ensure_retry_interval", "_max_ensure_retries", "try_ensure_parallel_info"),
         "requests wait for the look-up of their server for as long as we say",
@@ -318,13 +338,13 @@ _RECEIVER: tuple[Line, ...] = (
         "self, req_to_metadata_buffer_idx_allocator, metadata_buffers, scheduler, tree_cache",
         "our hook on it keeps pages until it is proven that nothing writes to them",
     ),
-    Mentions(where(hooks.TRANSFER_QUEUE), ("deferred_kv_release_timeout",), "our hook takes away that limit"),
-    Mentions(
+    Uses(where(hooks.TRANSFER_QUEUE), ("deferred_kv_release_timeout",), "our hook takes away that limit"),
+    Uses(
         f"{_DECODE}:DecodeTransferQueue._defer_release",
         ("deferred_kv_release_timeout",),
         "pages of a failed request are kept for so long",
     ),
-    Mentions(
+    Uses(
         f"{_DECODE}:DecodeTransferQueue.resolve_deferred_releases",
         ("is_abort_release_safe",),
         "pages of a failed request come back by it",
@@ -336,7 +356,7 @@ _STAGES: tuple[Line, ...] = (
     Signature(where(hooks.STAGE_TAKES), "self, release_rids", "our hook on it tells later stages of failed transfers"),
     Signature(where(hooks.STAGE_ADMITS), "self, prealloc_rids", "our hook on it admits later what had no memory yet"),
     *(
-        Mentions(where(hooked), used, "stages agree by it")
+        Uses(where(hooked), used, "stages agree by it")
         for hooked, used in {
             hooks.STAGES_ENDED: ("pp_group", "get_rids", "_pp_recv_pyobj_from_prev_stage"),
             hooks.STAGE_TAKES: ("disagg_decode_transfer_queue", "pop_transferred"),
@@ -356,122 +376,11 @@ _BOTH: tuple[Line, ...] = (
     Signature(f"{_COMMON}:CommonKVBootstrapServer.__init__", "self, host, port", "our bootstrap server is made so"),
     Signature(f"{_COMMON}:CommonKVBootstrapServer._setup_routes", "self", "our route is added by it"),
     Signature(f"{_COMMON}:CommonKVBootstrapServer.close", "self", "our bootstrap server is closed so"),
-    Mentions(f"{_COMMON}:CommonKVBootstrapServer.__init__", ("app", "_setup_routes"), "our route is added by it"),
+    Uses(f"{_COMMON}:CommonKVBootstrapServer.__init__", ("app", "_setup_routes"), "our route is added by it"),
     Mentions(
         "sglang.srt.managers.disagg_service:rust_server_serves_kv_bootstrap",
         ("CommonKVBootstrapServer", "get_kv_class"),
         "SGLang's server in Rust leaves the bootstrap server to us, since ours is none of SGLang's",
-    ),
-)
-
-_REQUEST: tuple[Line, ...] = (
-    Mentions(
-        "sglang.srt.managers.schedule_batch:Req.__init__",
-        ("origin_input_ids", "output_ids", "lora_id", "extra_key", "cache_salt", "input_embeds", "multimodal_inputs"),
-        "a request's conditions are read from them",
-    ),
-    Fields(
-        "sglang.srt.managers.schedule_batch:MultimodalInputs", ("mm_items",), "images and the like are read from it"
-    ),
-    Fields(
-        "sglang.srt.managers.schedule_batch:MultimodalDataItem",
-        ("modality", "hash", "offsets"),
-        "images and the like are told apart by them",
-    ),
-    *(
-        Signature(f"{_UPDATER}.{name}", "self, recv_req", "our hook on it tells peers that weights are replaced")
-        for name in (
-            *("update_weights_from_disk", "update_weights_from_distributed", "update_weights_from_tensor"),
-            *("update_weights_from_ipc", "begin_weight_update", "end_weight_update"),
-        )
-    ),
-    Mentions(
-        "sglang.srt.model_loader.loader:DefaultModelLoader.Source.init_new",
-        ("model_path", "revision"),
-        "files are read again at the revision that the server was started with",
-    ),
-    Fields("sglang.srt.arg_groups.fields.model:Model", ("weight_cache_mode",), "whether weights are a daemon's"),
-    *(
-        Fields(
-            f"{_MANAGERS}.io_struct:{request}", ("selector",), "a draft model's weights are told from the model's by it"
-        )
-        for request in (
-            *("BeginWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromDistributedReqInput"),
-            "CheckWeightsReqInput",
-        )
-    ),
-    Fields(
-        _UPDATER,
-        ("scheduler", "_session", "is_fully_idle", "memory_saver_adapter", "draft_worker"),
-        "our hooks find the manager, and whether an update is whole, by them",
-    ),
-    Signature(where(hooks.MEMORY_RELEASED), "self, recv_req", "our hook on it hears that weights are lost"),
-    Mentions(
-        where(hooks.MEMORY_RELEASED), ("tags", "memory_saver_adapter", "pause"), "whether they are is known by them"
-    ),
-    Attributes("sglang.srt.constants", ("GPU_MEMORY_TYPE_WEIGHTS",), "likewise"),
-    Attributes("sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter", ("enabled",), "likewise"),
-    Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), "likewise"),
-    Mentions(
-        f"{_MANAGERS}.mm_schedule:init_mm_embedding_cache",
-        ("embedding_cache", "MultiModalStaticCache"),
-        "images are embedded anew after an update",
-    ),
-    Signature("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", "self", "likewise"),
-    Signature(where(hooks.WEIGHTS_CHECKED), "self, recv_req", "our hook on it hears that weights are drawn by chance"),
-    Mentions(
-        "sglang.srt.utils.weight_checker:WeightChecker.handle",
-        ("action", "_reset_tensors"),
-        "it is known by the action",
-    ),
-    Signature(
-        where(hooks.STORE_ATTACHED), "self, recv_req", "our hook on it hears of what may be stored of those before"
-    ),
-    Mentions(
-        where(hooks.STORE_ATTACHED), ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done"
-    ),
-    Signature(where(hooks.CACHE_FLUSHED), "self, empty_cache=", "our hook on it hears that nothing older is cached"),
-    Mentions(
-        f"{_MANAGERS}.scheduler:Scheduler.flush_cache",
-        ("is_fully_idle", "tree_cache"),
-        "whether something older is cached is asked of them",
-    ),
-    Mentions(
-        "sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.init_cache_linker",
-        ("linker",),
-        "whether there is a store that a flush leaves is asked of it",
-    ),
-    Mentions(f"{_MANAGERS}.scheduler:Scheduler.__init__", ("decode_offload_manager",), "likewise"),
-    Signature(
-        "sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.session_records",
-        "self",
-        "whether sessions hold something older is asked by it",
-    ),
-    Attributes(f"{_MANAGERS}.schedule_batch:ReqKvInfo", ("holds_kv",), "likewise"),
-    Signature(f"{_MANAGERS}.scheduler:Scheduler.is_fully_idle", "self, for_health_check=, ignore_waiting=", "likewise"),
-    Signature(
-        f"{_MANAGERS}.scheduler:Scheduler.handle_update_weight_version",
-        "self, recv_req",
-        "our hook on it hears what weights are called",
-    ),
-    Fields(
-        "sglang.srt.lora.lora_registry:LoRARef",
-        ("lora_id", "lora_name", "lora_path"),
-        "adapters are told apart by them",
-    ),
-    Signature(where(hooks.ADAPTER_LOADED), "self, lora_ref", "our hook on it says what was loaded"),
-    Signature(
-        where(hooks.ADAPTER_OF_TENSORS),
-        "self, lora_ref, tensors, config_dict, added_tokens_config=",
-        "our hook on it says what was loaded",
-    ),
-    *(
-        Mentions(f"{_LORA}.{name}", (called,), "the hook is called there")
-        for name, called in (
-            ("init_lora_adapters", "_load_lora_adapter"),
-            ("load_lora_adapter", "_load_lora_adapter"),
-            ("load_lora_adapter_from_tensors", "_load_lora_adapter_from_tensors"),
-        )
     ),
 )
 
@@ -502,28 +411,28 @@ def _in_0_5_22(lines: tuple[Line, ...]) -> Iterator[Line]:
             case Signature():
                 parameters = [each for each in line.parameters.split(", ") if each not in _NEW_IN_0_5_23]
                 yield replace(line, parameters=", ".join(parameters))
-            case Fields() | Attributes() | Mentions():
+            case Fields() | Attributes() | Uses() | Mentions():
                 yield replace(line, names=tuple(each for each in line.names if each not in _NEW_IN_0_5_23))
             case _:
                 yield line
 
 
-_SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_STAGES, *_REQUEST, *_BOTH)
+_SERVING = (*_LOADING, *_MANAGER, *_SENDER, *_RECEIVER, *_STAGES, *REQUESTS, *_BOTH)
 
 LAYERS = (
     Contract(
         "SGLang",
-        TRIED,
+        ("0.5.23",),
         (
             Signature(
                 where(hooks.BEFORE_STEP), "self, req, allow_send=", "our hook on it says what a step will compute"
             ),
-            Mentions(
+            Uses(
                 "sglang.srt.managers.scheduler:Scheduler.run_batch",
                 ("maybe_send_cached_prefix_chunk",),
                 "the hook is called there, before the model computes",
             ),
-            Mentions(
+            Uses(
                 f"{_MIXIN}._send_kv_chunk",
                 ("start_send_idx", "extend_end", "translate_kv_indices_for_transfer", "req_to_token", "req_pool_idx"),
                 "the pages of a step are found as it finds them afterwards",
@@ -534,7 +443,7 @@ LAYERS = (
                 "ours takes the place of SGLang's counter",
             ),
             *(
-                Mentions(f"{_POOLS}:{pool}.get_key_buffer", ("wait_until", "start_layer"), "our counter is asked there")
+                Uses(f"{_POOLS}:{pool}.get_key_buffer", ("wait_until", "start_layer"), "our counter is asked there")
                 for pool in ("MHATokenToKVPool", "MLATokenToKVPool")
             ),
         ),
@@ -551,23 +460,23 @@ ENDING = Contract(
             "self, signum=, frame=",
             "our hook on it says at the registry that the engine drains",
         ),
-        Mentions(
+        Uses(
             f"{_MANAGERS}.tokenizer_manager:SignalHandler.__init__",
             ("tokenizer_manager",),
             "our hook finds the server by it",
         ),
-        Mentions(
+        Uses(
             f"{_MANAGERS}.tokenizer_manager:TokenizerManager.init_disaggregation",
             ("bootstrap_server",),
             "our hook finds the registry by it",
         ),
         Signature(where(hooks.SCHEDULER_ENDS), "self", "our hook on it closes a rank's endpoints"),
-        Mentions(
+        Uses(
             f"{_MANAGERS}.scheduler:run_scheduler_process",
             ("release_host_resources",),
             "a scheduler that ends calls it",
         ),
-        Mentions(
+        Uses(
             f"{_MANAGERS}.scheduler:Scheduler.init_disaggregation",
             ("disagg_prefill_bootstrap_queue", "disagg_decode_prealloc_queue"),
             "our hook finds the endpoints by them",

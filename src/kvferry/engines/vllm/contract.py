@@ -18,13 +18,14 @@ from kvferry.engines.contract import (
     Line,
     Members,
     Mentions,
-    MissingError,
     Present,
     Signature,
+    Uses,
     enforce,
-    find,
     holds,
 )
+from kvferry.engines.engine_code import MissingError, find
+from kvferry.engines.vllm.contract_0_33 import FOUND, HANDSHAKE, SETTLED, TURNS, since_0_33
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _BASE = f"{_V1}.base:KVConnectorBase_V1"
@@ -65,24 +66,12 @@ _RANKS = "vllm.distributed.parallel_state"
 _CONFIG = "vllm.config.vllm:VllmConfig"
 _MODEL = "vllm.config.model:ModelConfig"
 _PARALLEL = "vllm.config.parallel:ParallelConfig"
-_HANDSHAKE = "get_kv_connector_handshake_metadata"
-_TURNS = "adjust_dcp_kv_cache_interleave_size"
-
-_FOUND = "prefill ranks are found from then on, once graphs are captured"
-_SETTLED = "in which turns ranks take tokens is settled before ours reads it"
 _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
 _NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
 """Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
-
-_NEW_IN_0_33 = {
-    "supports_sleep_mode": "cls, kv_transfer_config",
-    "unregister_kv_caches": "self",
-    "restore_kv_caches": "self",
-}
-"""What it asks of sleep and waking; before, it told connectors of neither."""
 
 
 def _lines(kind: Callable[..., Line], needed_for: str, names: Mapping[str, str]) -> Iterator[Line]:
@@ -98,7 +87,7 @@ def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
             yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
     yield Signature(f"{_V1}.base:SupportsHMA.request_finished_all_groups", "self, request, block_ids", _CALLED)
     yield Call(f"{_BASE}._get_connector_metadata", 1, (), "ours gets its step from it")
-    yield Mentions(
+    yield Uses(
         f"{_BASE}.__init__", ("_vllm_config", "_kv_transfer_config", "_kv_cache_config"), "ours reads what it sets"
     )
     yield Members(f"{_V1}.base:KVConnectorRole", {"SCHEDULER": 0, "WORKER": 1}, "ours is made for one of them")
@@ -127,19 +116,18 @@ def _callers() -> Iterator[Line]:
             "update_connector_output finished_sending finished_recving _free_blocks",
             "blocks are freed, and requests go on, so",
         ),
-        ("_handle_failed_recving", "recompute_kv_load_failures", "failures follow the policy"),
     ):
-        yield Mentions(f"{_SCHEDULER}.{name}", tuple(called.split()), needed_for)
+        yield Uses(f"{_SCHEDULER}.{name}", tuple(called.split()), needed_for)
+    failed = f"{_SCHEDULER}._handle_failed_recving"
+    yield Mentions(failed, ("recompute_kv_load_failures",), "failures follow the policy")
     yield Mentions(f"{_CORE}._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so")
     worker = ("start_load_kv", "wait_for_save", "get_transfer_results", "failed_recving", "get_kv_connector_stats")
     runner, called = "vllm.v1.worker.kv_connector_model_runner_mixin", "workers call ours with every step"
-    yield Mentions(f"{runner}:KVConnectorModelRunnerMixin._get_kv_connector_output", worker, called)
+    yield Uses(f"{runner}:KVConnectorModelRunnerMixin._get_kv_connector_output", worker, called)
     runner, called = "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector", f"{called}, in the newer model runner"
-    yield Mentions(f"{runner}.post_forward", worker[1:], called)
-    yield Mentions(f"{runner}._start_load_kv", worker[:1], called)
-    yield Mentions(
-        f"{runner}.pre_forward", ("handle_preemptions",), "preempted blocks are dropped before they are reused"
-    )
+    yield Uses(f"{runner}.post_forward", worker[1:], called)
+    yield Uses(f"{runner}._start_load_kv", worker[:1], called)
+    yield Uses(f"{runner}.pre_forward", ("handle_preemptions",), "preempted blocks are dropped before they are reused")
 
 
 def _structures() -> Iterator[Line]:
@@ -147,7 +135,7 @@ def _structures() -> Iterator[Line]:
         "request_id arrival_time num_prompt_tokens num_computed_tokens kv_transfer_params prompt_token_ids "
         "prompt_embeds _all_token_ids max_tokens status"
     )
-    yield from _lines(Mentions, _READ, {f"{_REQUEST}.__init__": request})
+    yield from _lines(Uses, _READ, {f"{_REQUEST}.__init__": request})
     yield Call(f"{_REQUEST}.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are")
     yield Attributes(_REQUEST, ("num_output_tokens",), "an adapter is loaded by then")
     yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
@@ -166,7 +154,7 @@ def _structures() -> Iterator[Line]:
     yield from _lines(Fields, _READ, {f"vllm.v1.core.{where}": names for where, names in fields.items()})
     yield Fields("vllm.v1.outputs:KVConnectorOutput", ("finished_sending", "finished_recving", "failed_recving"), _READ)
     yield Signature("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", "self, request_id", "ours calls it")
-    yield Mentions("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
+    yield Uses("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
     yield Call(f"{_POOL}.touch", 2, (), "blocks that are being read are kept so")
     yield Call(f"{_POOL}.free_blocks", 2, (), "blocks that were kept are given back so")
     yield Call(f"{_POOL}.get_num_free_blocks", 1, (), "what is held is given up where it is short")
@@ -213,9 +201,9 @@ def _states() -> Iterator[Line]:
     yield from _lines(Attributes, divided, kinds)
     yield Call(f"{mamba}.mamba_utils:is_conv_state_dim_first", 0, (), "where a convolution's channels are")
     bound = {f"{mamba}.abstract:MambaBase.bind_kv_cache": "kv_cache get_state_shape"}
-    yield from _lines(Mentions, "a layer has views of its states", bound)
+    yield from _lines(Uses, "a layer has views of its states", bound)
     mixer = {f"{mamba}.mamba_mixer2:MambaMixer2.__init__": "intermediate_size n_groups ssm_state_size conv1d"}
-    yield from _lines(Mentions, divided, mixer)
+    yield from _lines(Uses, divided, mixer)
 
 
 def _projections() -> Iterator[Line]:
@@ -224,9 +212,9 @@ def _projections() -> Iterator[Line]:
         f"{linear}:QKVParallelLinear.__init__": "total_num_kv_heads num_kv_heads num_kv_head_replicas",
         f"{linear}:ColumnParallelLinear.__init__": "tp_rank tp_size",
     }
-    yield from _lines(Mentions, "it knows how KV heads are divided", projections)
+    yield from _lines(Uses, "it knows how KV heads are divided", projections)
     loader = {f"{linear}:QKVParallelLinear.weight_loader": "tp_rank num_kv_head_replicas"}
-    yield from _lines(Mentions, "ranks that share a KV head are neighbours", loader)
+    yield from _lines(Uses, "ranks that share a KV head are neighbours", loader)
 
 
 def _configuration() -> Iterator[Line]:
@@ -265,30 +253,15 @@ def _context_parallelism() -> Iterator[Line]:
     yield from _lines(Fields, needed_for, fields)
     for name in ("get_pcp_group", "get_dcp_group"):
         yield Call(f"{_RANKS}:{name}", 0, (), needed_for)
-    yield Mentions(
+    yield Uses(
         "vllm.v1.core.single_type_kv_cache_manager:SingleTypeKVCacheManager.__init__",
         ("dcp_sharded", "dcp_world_size", "block_size"),
         "for how many tokens a block stands",
     )
 
 
-_UNTIL_0_33 = Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", _HANDSHAKE), _FOUND)
-_IN_0_32 = Mentions(
-    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (_TURNS,), _SETTLED
-)
-
-
-def since_0_33() -> Iterator[Line]:
-    """Yields what vLLM has, and calls, from 0.33 on."""
-    for name, parameters in _NEW_IN_0_33.items():
-        yield Signature(f"{_BASE}.{name}", parameters, _CALLED)
-    worker = "vllm.v1.worker.gpu_worker:Worker"
-    for caller in ("sleep", "discard"):
-        yield Mentions(f"{worker}.{caller}", ("unregister_kv_caches",), "memory is not written to that is given back")
-    yield Mentions(f"{worker}.wake_up", ("restore_kv_caches",), "new memory is registered")
-    yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", "_set_kv_connector_handshake_metadata"), _FOUND)
-    yield Mentions(f"{_CORE}._set_kv_connector_handshake_metadata", (_HANDSHAKE,), _FOUND)
-    yield Mentions(f"{_CORE}._initialize_kv_caches", (_TURNS, "set_kv_cache_layout"), _SETTLED)
+_UNTIL_0_33 = Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", HANDSHAKE), FOUND)
+_IN_0_32 = Mentions("vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (TURNS,), SETTLED)
 
 
 def _changes() -> Iterator[Line]:
@@ -312,22 +285,22 @@ def _changes() -> Iterator[Line]:
         **{f"vllm.v1.engine.async_llm:AsyncLLM.{name}": f"collective_rpc {name}" for name in updates},
         f"{_SCHEDULER}._handle_blocked_waiting_request": "finished_recving_kv_req_ids",
     }
-    yield from _lines(Mentions, needed_for, noticed)
+    yield from _lines(Uses, needed_for, noticed)
     asleep = "memory is not given back that is registered"
     for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
-    yield Mentions(f"{_EXECUTOR}.__init__", ("sleeping_tags",), asleep)
+    yield Uses(f"{_EXECUTOR}.__init__", ("sleeping_tags",), asleep)
     yield Attributes(_SCHEDULER, ("pause_state",), "a pause waits for nobody who is paused as well")
     yield Members(f"{_INTERFACE}:PauseState", {"UNPAUSED": 0}, "ours asks whether it is paused")
     yield Call(f"{_EXECUTOR}.collective_rpc", 2, (), "workers are asked for their weights")
     yield Call("vllm.v1.worker.worker_base:WorkerBase.get_model", 1, (), "workers are asked for their weights")
-    yield Mentions(
+    yield Uses(
         "vllm.model_executor.layers.attention.attention:set_default_quant_scales",
         ("register_buffer", "_k_scale", "_v_scale"),
         "a change of the caches' scales is a change of weights",
     )
     yield Signature(f"{_BASE}.reset_cache", "self", _CALLED)
-    yield Mentions(f"{_SCHEDULER}.reset_connector_cache", ("reset_cache",), _CALLED)
+    yield Uses(f"{_SCHEDULER}.reset_connector_cache", ("reset_cache",), _CALLED)
 
 
 def _kept() -> Iterator[Line]:
@@ -353,7 +326,7 @@ def _kept() -> Iterator[Line]:
         f"{worker}.gpu.mm.encoder_cache:EncoderCache.__init__": "encoder_outputs",
         f"{_REQUEST}.__init__": "block_hashes cache_salt",
     }
-    yield from _lines(Mentions, found, mentioned)
+    yield from _lines(Uses, found, mentioned)
     yield Fields(f"{offloading}:RequestOffloadState", ("group_states",), found)
     yield Call(f"{_POOL}.evict_blocks", 2, (), found)
     yield Call(f"{encoded}.can_allocate", 5, (), found)
@@ -385,11 +358,11 @@ def _identity() -> Iterator[Line]:
         "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "get_adapter_absolute_path",
         "vllm.lora.utils:get_adapter_absolute_path": "isabs startswith expanduser exists snapshot_download",
     }
-    yield from _lines(Mentions, "adapters are read where vLLM reads them", adapters)
+    yield from _lines(Uses, "adapters are read where vLLM reads them", adapters)
     layer = "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
     yield Call(f"{layer}.get_attn_backend", 1, (), "how a layer's cache is ordered follows from its backend")
     request = {f"{_REQUEST}.__init__": "prompt_embeds lora_request mm_features cache_salt"}
-    yield from _lines(Mentions, "requests are compared by it", request)
+    yield from _lines(Uses, "requests are compared by it", request)
     yield Mentions(
         "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
         ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
@@ -425,24 +398,25 @@ def _connectors_and_metrics() -> Iterator[Line]:
 def _cache_hit_source() -> Iterator[Line]:
     source = "vllm.v1.metrics.cache_hit_source:CacheHitSource"
     yield Members(source, {"P2P": "p2p"}, "vLLM counts cached tokens by where they came from")
-    yield Mentions(
-        f"{_BASE}.get_external_cache_hit_sources", ("_cache_hit_source",), "ours says so where they came from"
-    )
+    yield Uses(f"{_BASE}.get_external_cache_hit_sources", ("_cache_hit_source",), "ours says so where they came from")
 
 
-def _contract(tried: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = ()) -> Contract:
+def _contract(
+    version: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = (), *, is_tried: bool = True
+) -> Contract:
     caches = (_caches, _states, _projections)
     parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _kept, _connectors_and_metrics)
     others = (line for part in parts for line in part())
-    return Contract("vLLM", (tried,), (*hook_lines(unknown), *others, *more))
+    lines = (*hook_lines(unknown), *others, *more)
+    return Contract("vLLM", (version,) if is_tried else (), lines, read=() if is_tried else (version,))
 
 
 CONTRACTS = (
     _contract("0.31.0", _NEW_IN_0_32, (_UNTIL_0_33,)),
     _contract("0.32.0", more=(_UNTIL_0_33, *_context_parallelism(), _IN_0_32, *_cache_hit_source())),
-    _contract("0.33.0", more=(*since_0_33(), *_context_parallelism(), *_cache_hit_source())),
+    _contract("0.33.0", more=(*since_0_33(), *_context_parallelism(), *_cache_hit_source()), is_tried=False),
 )
-"""What holds wherever vLLM runs, in each version that was tried."""
+"""What holds wherever vLLM runs, in each version. There is no build of 0.33 for CPUs."""
 
 _ORDERED = "the order within a block is the CPU kernel's, and named by it"
 CPU_LINES: tuple[Line, ...] = (Call("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", 4, (), _ORDERED),)
@@ -452,21 +426,21 @@ _MEANWHILE = "blocks that decode servers fetch are kept meanwhile"
 
 ENDING = Contract(
     "vLLM",
-    ("0.31.0", "0.32.0", "0.33.0"),
+    ("0.31.0", "0.32.0"),
     (
         Fields(_CONFIG, ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
-        Mentions(
+        Uses(
             f"{_CORE}Proc.run_engine_core",
             ("signal_handler", "SIGTERM", "shutdown_timeout"),
             "ours is called before its handler",
         ),
-        Mentions(
+        Uses(
             f"{_CORE}Proc._handle_shutdown",
             ("shutdown_timeout", "has_work"),
             "it takes no new requests, and ends what it has",
         ),
-        Mentions(f"{_CORE}Proc.has_work", ("has_requests",), _MEANWHILE),
-        Mentions(f"{_INTERFACE}:SchedulerInterface.has_requests", ("has_finished_requests",), _MEANWHILE),
+        Uses(f"{_CORE}Proc.has_work", ("has_requests",), _MEANWHILE),
+        Uses(f"{_INTERFACE}:SchedulerInterface.has_requests", ("has_finished_requests",), _MEANWHILE),
     ),
 )
 """What `termination` builds on. A server without it serves, and cannot be relied upon to drain on a SIGTERM."""
