@@ -51,6 +51,20 @@ def test_layers_of_another_tree_are_a_draft_models_in_vllms_order(prefix: str):
     assert draft_layers(cached, layers, lambda: modules(model, draft)) == tuple(drafts)
 
 
+def test_layers_that_vllm_has_marked_are_a_draft_models_and_no_module_is_looked_for():
+    model, draft = Whole(3), Whole(2)
+    marked = draft.model.named("model.extra")
+    for layer in marked.values():
+        vars(layer)["is_draft_layer"] = True
+    first, *others = model.model.named("model").items()
+    layers = dict([first, *marked.items(), *others])  # as one tree has them, which could not be told
+
+    def modules() -> list[Module]:
+        pytest.fail("all modules of the process are gone through")
+
+    assert draft_layers(set(layers), layers, modules) == tuple(marked)
+
+
 def test_without_a_draft_model_none_is():
     model = Whole(2)
     assert draft_layers(set(model.model.named("m")), model.model.named("m"), lambda: modules(model)) == ()

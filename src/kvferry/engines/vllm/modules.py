@@ -8,8 +8,9 @@ server does not start; if none of them knows, the number is unknown, and is not 
 
 Nor do names and numbers say which layers are a draft model's (of its own, EAGLE's, MTP modules): some drafts number
 their layers behind the model's, some from 0 again, under prefixes that each has for itself. vLLM tells them apart by
-when it makes them: it loads the model, then the draft, and lists layers in that order. Here each is told by the modules
-around it: a draft model is another tree of modules than the model, whose layers are the first.
+when it makes them: it loads the model, then the draft, and lists layers in that order; from 0.33 on it marks them, in
+0.32 its second model runner does. Where none is marked each is told by the modules around it: a draft model is another
+tree of modules than the model, whose layers are the first.
 """
 
 from __future__ import annotations
@@ -208,6 +209,9 @@ def draft_layers(
 ) -> tuple[str, ...]:
     """Returns the names of the layers that are a draft model's, in the order in which vLLM has made them.
 
+    The mark on a layer is asked, not the `is_draft` of its cache's spec, which vLLM takes from it: layers share specs.
+    The layer of `extract_hidden_states` has no mark in vLLM's first model runner.
+
     Args:
         cached: the names of all layers that have a cache.
         layers: the layers, as vLLM lists them (`static_forward_context`): those of the model first.
@@ -218,6 +222,8 @@ def draft_layers(
     """
     if missing := sorted(set(cached) - layers.keys()):
         raise LayoutError(f"vLLM does not list layer {missing[0]!r}: whether it is a draft model's cannot be told")
+    if marked := tuple(name for name, layer in layers.items() if name in cached and _is_marked(layer)):
+        return marked
     parents = parents_of(modules())
     tops = {name: _tops(layer, parents) for name, layer in layers.items() if name in cached}
     model: set[int] = set()
@@ -235,6 +241,10 @@ def draft_layers(
                 "these are cannot be told. Let this server draft without a model, and please report this"
             )
     return tuple(drafts)
+
+
+def _is_marked(layer: Any) -> bool:
+    return bool(getattr(layer, "is_draft_layer", False))
 
 
 def _tops(layer: Any, parents: Mapping[int, list[Module]]) -> set[int]:
