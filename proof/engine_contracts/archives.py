@@ -81,7 +81,7 @@ def opened(where: str, package: str, http: httpx.Client) -> Iterator[Read]:
         http: fetches what has an address.
 
     Raises:
-        ValueError: if it has no such package, or its server serves no parts of files; names it.
+        ValueError: if it is none of these, has no such package, or its server serves no parts of files; names it.
         OSError: if it cannot be read.
         httpx.HTTPError: if the server cannot be reached, or refuses.
     """
@@ -96,7 +96,11 @@ def opened(where: str, package: str, http: httpx.Client) -> Iterator[Read]:
             file = io.BufferedReader(RemoteFile(http, where), _READ_AHEAD_BYTES)
         else:
             file = stack.enter_context(_downloaded(where, http))
-        yield _in_wheel(file, where, package) if where.endswith(".whl") else _in_sdist(file, where, package)
+        try:
+            read = _in_wheel(file, where, package) if where.endswith(".whl") else _in_sdist(file, where, package)
+        except (zipfile.BadZipFile, tarfile.TarError, EOFError) as error:
+            raise ValueError(f"{where} is neither a wheel nor an sdist: {error}") from error
+        yield read
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Release:
 
     Attributes:
         version: its version.
-        where: the address or path of a wheel, or of its sdist where it has no wheel.
+        where: the address or path of a wheel, for any machine, or of its sdist where it has no wheel.
     """
 
     version: str

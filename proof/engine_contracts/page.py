@@ -108,7 +108,7 @@ class Report:
         yield "| level | lines | of them changed | a server |"
         yield "|---|---|---|---|"
         yield f"| what kvferry calls, is called by or shares | {stop} | {len(self.broken)} | {self._then} |"
-        says = "warns, naming each, and serves" if self.moved else "says nothing"
+        says = "says nothing" if self.broken or not self.moved else "warns, naming each, and serves"
         yield f"| what was merely read once | {warn} | {len(self.moved)} | {says} |"
         texts = [*(f"stops: {each}" for each in self.broken), *(f"warns: {each}" for each in self.moved)]
         texts += [f"{does}: {text}" for does, text in self.lacking]

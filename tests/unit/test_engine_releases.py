@@ -141,6 +141,17 @@ def test_a_wheel_an_sdist_and_a_folder_say_the_same(make: Callable[[Path], Path]
         pass
 
 
+@pytest.mark.parametrize("name", ["made-1.0-py3-none-any.whl", "made-1.0.tar.gz"])
+def test_what_is_no_archive_is_named(name: str, tmp_path: Path):
+    (tmp_path / name).write_text("a page that says that you must log in")
+    with (
+        pytest.raises(ValueError, match=f"{name} is neither a wheel nor an sdist"),
+        httpx.Client() as http,
+        opened(str(tmp_path / name), "made", http),
+    ):
+        pass
+
+
 class Server:
     """An index with one file, which it serves in parts."""
 

@@ -114,6 +114,12 @@ def end_deferred_releases_otherwise() -> None:
     DecodeTransferQueue._defer_release = lambda self, decode_req: None
 
 
+def ask_otherwise_in_the_background() -> None:
+    from sglang.srt.disaggregation.decode import DecodePreallocQueue
+
+    DecodePreallocQueue.prefetch_prefill_dp_rank_queries = lambda self: None
+
+
 def call_it_another_version() -> None:
     import sglang.version
 

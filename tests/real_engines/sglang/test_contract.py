@@ -10,6 +10,7 @@ from proof.engine_contracts.page import Verdict
 from tests.real_engines.contracts import checked, doctored, installed
 from tests.real_engines.sglang.changed import (
     RefuseToApply,
+    ask_otherwise_in_the_background,
     ask_senders_for_more,
     call_it_another_version,
     change_a_signature,
@@ -122,6 +123,13 @@ def test_a_version_that_was_not_tried_is_said():
         f"with: 0.5.22 and 0.5.23. All {lines} names and signatures that it builds on are there; whether they still "
         "mean the same, nobody has tried.\n"
     )
+
+
+def test_an_sglang_that_is_not_all_that_was_read_of_it_serves_and_says_so():
+    ended, logged = outcome(ask_otherwise_in_the_background, started, served)
+    assert ended == "served"
+    assert f"SGLang {engine_version()} is not all that was read of it when kvferry's plug-in was written: " in logged
+    assert "DecodePreallocQueue.prefetch_prefill_dp_rank_queries does not use _prefill_dp_rank_queries, " in logged
 
 
 def test_an_sglang_that_ends_otherwise_serves_and_says_so():

@@ -136,6 +136,23 @@ def test_a_vllm_that_has_changed_is_refused(
     assert "refuses to serve with it" in str(caught.value)
 
 
+def test_a_vllm_that_is_not_all_that_was_read_of_it_serves_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def _handle_failed_recving(self: Any, *_: Any) -> None: ...
+
+    scheduler = find("vllm.v1.core.sched.scheduler:Scheduler")
+    monkeypatch.setattr(scheduler, "_handle_failed_recving", _handle_failed_recving)
+    with caplog.at_level(logging.WARNING, "kvferry"):
+        assert connector_class().__name__ == "KVFerryConnector"
+    (said,) = said_by_us(caplog)
+    assert said.startswith(f"vLLM {version()} is not all that was read of it when kvferry's plug-in was written: ")
+    assert (
+        "Scheduler._handle_failed_recving does not use recompute_kv_load_failures any more (failures follow the policy)"
+        in said
+    )
+
+
 def test_a_vllm_that_ends_otherwise_serves_and_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
