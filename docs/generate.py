@@ -48,7 +48,8 @@ from kvferry.protocol.transfer.states import (
     Waits,
 )
 from kvferry.protocol.wire.messages import OpenRoom
-from kvferry.settings import PREFIX, Settings, all_fields
+from kvferry.settings import Settings, all_fields
+from kvferry.spelling import PREFIX
 
 DOCS = Path(__file__).parent
 DESIGN = DOCS / "design"

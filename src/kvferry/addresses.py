@@ -10,7 +10,8 @@ import ipaddress
 import socket
 
 from kvferry.errors import SettingsError
-from kvferry.settings import Settings, hosts_of, is_loopback, is_wildcard
+from kvferry.hosts import hosts_of, is_loopback, is_wildcard
+from kvferry.settings import Settings
 
 _ANY_PORT = 9  # nothing is sent there
 _OF_NOBODY = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}

@@ -8,27 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import ipaddress
 import os
-import re
-import stat
 import threading
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
-from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, SecretStr, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 
 from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
+from kvferry.hosts import bracketed, hosts_of, is_loopback, is_wildcard
 from kvferry.plan.cost import TransferPath
 from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
+from kvferry.reach import lacks
+from kvferry.secret_files import checked_secret, private_text
+from kvferry.spelling import PREFIX, hint
 
-PREFIX = "KVFERRY_"
 _LAST_PORT = 65535
 OWNERS = (
     "kvferry.control.etcd.address:EtcdSettings",
@@ -40,8 +39,6 @@ OWNERS = (
     "kvferry.transport.nixl.settings:NixlSettings",
 )
 """Where the settings of single parts are: named and not imported, since they lie in layers above."""
-SHORTEST_SECRET = 16
-LONGEST_SECRET = 4096
 
 
 def default_workers(cpus: int) -> int:
@@ -291,18 +288,22 @@ class Settings(OwnSettings):
                 owned |= owner(**_those_of(owner, given))
             except SettingsError as error:
                 problems.append(str(error))
-        unknown = [name for name in values if name not in all_fields()]
-        problems += [
-            f"{name} ({PREFIX}{name.upper()}): no such setting; docs/settings.md lists all" for name in unknown
-        ]
+        for name in values:
+            if name not in all_fields():
+                problems.append(f"{name} ({PREFIX}{name.upper()}): no such setting; {hint(name, all_fields())}")
         try:
             super().__init__(**_those_of(Settings, given), **owned)
         except SettingsError as error:
             problems.insert(0, str(error))
         if problems:
             raise SettingsError("; ".join(problems))
-        self._shared_secret = self._read_secret()
-        self._refuse_open_doors()
+        try:
+            self._shared_secret = self._read_secret()
+        except SettingsError as error:
+            problems.append(str(error))
+        problems += self._lacking()
+        if problems:
+            raise SettingsError("; ".join(problems))
 
     def of(self, owner: type[OwnT]) -> OwnT:
         """Returns those of one part, as they were given, or copied, here."""
@@ -314,12 +315,6 @@ class Settings(OwnSettings):
             raise ValueError(
                 f"advertise_host (KVFERRY_ADVERTISE_HOST) is {self.advertise_host!r}, which peers cannot connect to: "
                 "set it to an address of this machine that they reach, or leave it out"
-            )
-        if is_wildcard(self.host) and self.advertise_host is None and not self._leads_elsewhere():
-            raise ValueError(
-                f"host (KVFERRY_HOST) is {self.host}, which peers cannot connect to, and the registry "
-                f"{self.registry_address} is on this machine, so that no route to it says which address they reach: "
-                "set advertise_host (KVFERRY_ADVERTISE_HOST) to one of this machine"
             )
         if self.peer_timeout_s <= self.heartbeat_interval_s:
             raise ValueError(
@@ -343,10 +338,6 @@ class Settings(OwnSettings):
             )
         return self
 
-    def _leads_elsewhere(self) -> bool:
-        """Whether a route to the registry can tell which address of this machine others reach."""
-        return not all(is_loopback(each) or is_wildcard(each) for each in hosts_of(self.registry_address))
-
     def _read_secret(self) -> SecretStr | None:
         """Reads the secret from the setting that has it.
 
@@ -361,21 +352,22 @@ class Settings(OwnSettings):
             )
         if self.secret_file is None:
             assert self.secret is not None
-            return _checked_secret(self.secret.get_secret_value(), "secret (KVFERRY_SECRET)")
+            return checked_secret(self.secret.get_secret_value(), "secret (KVFERRY_SECRET)")
         text = private_text(self.secret_file, "secret_file", "a new secret")
-        return _checked_secret(text, f"the secret in {self.secret_file}")
+        return checked_secret(text, f"the secret in {self.secret_file}")
 
-    def _refuse_open_doors(self) -> None:
-        """Refuses to listen where others can connect without having to prove that they know a secret."""
-        if self.has_secret or self.allow_unauthenticated:
-            return
-        for name, host in (("host", self.host), ("registry_host", self.registry_host)):
-            if not is_loopback(host):
-                raise SettingsError(
-                    f"{name} ({PREFIX}{name.upper()}) is {host!r}: everyone who reaches that address could read and "
-                    "write caches. Give all ranks and the registry one secret, in a file (KVFERRY_SECRET_FILE) or as "
-                    "KVFERRY_SECRET; KVFERRY_ALLOW_UNAUTHENTICATED=1 does without, if only friends are on that network"
-                )
+    def _lacking(self) -> Iterator[str]:
+        """Says all that is missing where others reach this rank, if it is refused without some of it."""
+        found = [*lacks(self, here="an address of this machine")]
+        if any(lack.is_refused for lack in found):
+            doors = [f"{n} ({PREFIX}{n.upper()}) is {h!r}" for n, h in self._beyond_loopback()]
+            yield f"{' and '.join(doors)}, which asks for more: " + "; ".join(
+                f"{lack.name} ({PREFIX}{lack.name.upper()}) is not set: {lack.why}" for lack in found
+            )
+
+    def _beyond_loopback(self) -> Iterator[tuple[str, str]]:
+        hosts = (("host", self.host), ("registry_host", self.registry_host))
+        return ((name, host) for name, host in hosts if not is_loopback(host))
 
     @property
     def has_secret(self) -> bool:
@@ -460,6 +452,15 @@ def all_fields() -> Mapping[str, FieldInfo]:
     return {name: field for each in classes for name, field in each.model_fields.items()}
 
 
+NO_SETTINGS = frozenset({f"{PREFIX}SGLANG_REPLACES_NIXL"})
+"""Variables that are no settings, but mean something."""
+
+
+def known_variables() -> frozenset[str]:
+    """Returns the names of all environment variables that mean something here."""
+    return NO_SETTINGS | {f"{PREFIX}{name.upper()}" for name in all_fields()}
+
+
 def is_secret(field: FieldInfo) -> bool:
     """Whether nobody is shown a field's value."""
     return SecretStr in get_args(field.annotation)
@@ -489,72 +490,3 @@ def environment_with(name: str, value: str) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = before
-
-
-def is_wildcard(host: str) -> bool:
-    """Returns whether a host means every interface, so that nobody can connect to it under that name."""
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:
-        return host in ("", "*")
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine reaches a host. Other names than localhost count as reachable from afar."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def hosts_of(url: str) -> tuple[str, ...]:
-    """Returns the hosts that a registry's URL names, several where commas part them: IPv6 without brackets."""
-    authority = re.split("[/?#]", url.partition("://")[2], maxsplit=1)[0]
-    try:
-        return tuple(urlsplit(f"//{each}").hostname or "" for each in authority.split(","))
-    except ValueError:  # it is refused where it is used
-        return ("",)
-
-
-def private_text(file: Path, name: str, anew: str) -> str:
-    """Reads a file that only its owner may read.
-
-    Args:
-        name: of the setting that names it.
-        anew: what is to be made if others have read it.
-
-    Raises:
-        SettingsError: if others may read it too, or it cannot be read.
-    """
-    where = f"{name} ({PREFIX}{name.upper()}) = {str(file)!r}"
-    try:
-        with file.open("rb") as opened:
-            status = os.fstat(opened.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise SettingsError(f"{where}: not a file")
-            if status.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-                raise SettingsError(
-                    f"{where}: others than its owner may use it (mode {stat.S_IMODE(status.st_mode):o}): chmod 600 "
-                    f"{file}, and make {anew} if strangers were on this machine"
-                )
-            return opened.read(LONGEST_SECRET + 1).decode()
-    except OSError as error:
-        raise SettingsError(f"{where}: cannot be read: {error.strerror or type(error).__name__}") from None
-    except UnicodeDecodeError:
-        raise SettingsError(f"{where}: not text: write the secret in hexadecimal, say") from None
-
-
-def _checked_secret(text: str, name: str) -> SecretStr:
-    """Returns a secret of an allowed length, without the spaces and line breaks around it."""
-    text = text.strip()
-    if not SHORTEST_SECRET <= len(text) < LONGEST_SECRET:
-        raise SettingsError(
-            f"{name} has {len(text)} characters: it needs {SHORTEST_SECRET} at least and fewer than {LONGEST_SECRET}; "
-            "`openssl rand -hex 32` makes a good one"
-        )
-    return SecretStr(text)
-
-
-def bracketed(host: str) -> str:
-    """Returns a host as it stands in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host

@@ -21,7 +21,7 @@ from tests.support.processes import Rank, RankProcess
 from tests.support.victims import MODEL, POOL_PAGES, SETTINGS, TIMES, Engine, Rooms
 
 from kvferry import RankCoordinates
-from kvferry.settings import bracketed
+from kvferry.hosts import bracketed
 
 CONTROL_PORT = 7000
 OBSERVE_PORT = 9470

@@ -8,20 +8,22 @@ import traceback
 from pathlib import Path
 
 import pytest
+from tests.support.caches import Model, Shape, pool
 
 import kvferry
-from kvferry import Settings
+from kvferry import DecodeEndpoint, InProcessNetwork, InProcessTransport, RankCoordinates, Settings
+from kvferry.cli import main
 from kvferry.errors import SettingsError
+from kvferry.hosts import bracketed, is_loopback, is_wildcard
 from kvferry.settings import (
     OwnSettings,
     all_fields,
-    bracketed,
     default_nixl_threads,
     default_workers,
-    is_loopback,
-    is_wildcard,
+    known_variables,
     owners,
 )
+from kvferry.spelling import meaningless
 from kvferry.staging.sizes import StagingSettings
 
 
@@ -98,8 +100,9 @@ def test_everything_that_is_wrong_is_said_at_once():
 
 
 def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(SettingsError, match=r"wokers \(KVFERRY_WOKERS\): no such setting; docs/settings.md lists all"):
+    with pytest.raises(SettingsError, match=r"wokers \(KVFERRY_WOKERS\): no such setting; did you mean workers\?"):
         Settings(wokers=3)
+    assert "no such setting; docs/settings.md lists all" in refusal(zzz=1)
     monkeypatch.setenv("KVFERRY_WOKERS", "3")
     assert Settings() == Settings(), "another version's variable: `kvferry doctor` tells of it"
 
@@ -257,6 +260,67 @@ def test_nobody_listens_beyond_loopback_without_a_secret_unless_told_to(host: st
             assert remedy in said
         assert Settings(**beyond, secret=SECRET).has_secret
         assert not Settings(**beyond, allow_unauthenticated=True).has_secret
+
+
+MISSING = ("secret_file (KVFERRY_SECRET_FILE)", "registry_url (KVFERRY_REGISTRY_URL)")
+ADDRESS = "advertise_host (KVFERRY_ADVERTISE_HOST) is not set"
+
+
+def test_a_cluster_that_lacks_several_settings_is_told_all_of_them_at_once(secret_file: Path):
+    said = refusal(host="0.0.0.0")
+    assert "host (KVFERRY_HOST) is '0.0.0.0', which asks for more" in said
+    assert all(f"{name} is not set" in said for name in MISSING)
+    assert ADDRESS in said
+
+    with_secret = refusal(host="0.0.0.0", secret=SECRET)
+    assert (MISSING[0] in with_secret, MISSING[1] in with_secret, ADDRESS in with_secret) == (False, True, True)
+    with_address = refusal(host="10.0.0.5")
+    assert (MISSING[0] in with_address, MISSING[1] in with_address, ADDRESS in with_address) == (True, True, False)
+    with_registry = refusal(host="0.0.0.0", registry_url="http://node-7:8998")
+    assert MISSING[0] in with_registry
+    assert MISSING[1] not in with_registry
+    assert ADDRESS not in with_registry
+
+    secret_file.chmod(0o644)
+    unreadable = refusal(host="0.0.0.0", secret_file=secret_file)
+    assert f"chmod 600 {secret_file}" in unreadable
+    assert ADDRESS in unreadable, "what is wrong with the secret hides nothing else"
+
+
+def test_a_registry_for_others_needs_a_secret_and_nothing_of_a_rank():
+    said = refusal(registry_host="0.0.0.0")
+    assert MISSING[0] in said
+    assert "registry_host (KVFERRY_REGISTRY_HOST) is '0.0.0.0'" in said
+    assert "KVFERRY_REGISTRY_URL" not in said
+    assert "KVFERRY_ADVERTISE_HOST" not in said
+
+
+@pytest.mark.parametrize(
+    ("variable", "hint"),
+    [
+        ("KVFERRY_WOKERS", "did you mean KVFERRY_WORKERS?"),
+        ("kvferry_secret_fiel", "did you mean KVFERRY_SECRET_FILE?"),
+        ("KVFERY_REGISTRY_URL", "did you mean KVFERRY_REGISTRY_URL?"),
+        ("KVFERRY_SGLANG_REPLACE_NIXL", "did you mean KVFERRY_SGLANG_REPLACES_NIXL?"),
+        ("KVFERRY_ZZZ", "docs/settings.md lists all"),
+    ],
+)
+def test_a_variable_that_means_nothing_names_the_nearest(variable: str, hint: str):
+    others = {"KVFERRY_WORKERS", "KVFERRY_SGLANG_REPLACES_NIXL", "PATH", "POD_NAME", "VLLM_HOST_IP", "HOSTNAME"}
+    assert meaningless({variable, *others}, known_variables()) == {variable: hint}
+
+
+def test_whoever_starts_with_a_misspelled_variable_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("KVFERRY_REGISTRY_PROT", "9000")
+    layout = pool(Model(), Shape(), RankCoordinates()).layout
+    with DecodeEndpoint(layout, transport=InProcessTransport(InProcessNetwork())):
+        assert "KVFERRY_REGISTRY_PROT is set, and means nothing: did you mean KVFERRY_REGISTRY_PORT?" in caplog.text
+    monkeypatch.setattr("sys.argv", ["kvferry", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "did you mean KVFERRY_REGISTRY_PORT?" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.9.9.9", "::1", "localhost"])

@@ -21,7 +21,8 @@ from kvferry.control.construction import credentials_of
 from kvferry.control.credentials import secret_hint
 from kvferry.control.ends import ZmqConnection, ZmqListeningEnd
 from kvferry.errors import PeerDisconnectedError
-from kvferry.settings import Settings, bracketed
+from kvferry.hosts import bracketed
+from kvferry.settings import Settings
 
 Incoming = TypeVar("Incoming")
 Decoder: TypeAlias = msgspec.msgpack.Decoder[Incoming]

@@ -25,8 +25,10 @@ from kvferry.applications.command_line import (
 from kvferry.applications.demo.options import DemoArguments, prepare
 from kvferry.applications.up.engine_options import DeploymentRequest
 from kvferry.errors import KVFerryError
+from kvferry.hosts import is_wildcard
 from kvferry.layout import Device, PageOrder
-from kvferry.settings import Settings, is_wildcard
+from kvferry.settings import Settings, environment, known_variables
+from kvferry.spelling import meaningless
 
 app = typer.Typer(
     name="kvferry",
@@ -40,6 +42,8 @@ WRONG_INPUT = 2
 
 def main() -> None:
     """Runs the command line. Errors that a person can act on are one line on stderr and exit code 2."""
+    for name, hint in meaningless(environment(), known_variables()).items():
+        typer.echo(f"kvferry: {name} is set, and means nothing: {hint}", err=True)
     try:
         app()
     except KVFerryError as error:

@@ -41,10 +41,10 @@ from kvferry.errors import (
     UsageError,
 )
 from kvferry.findings import Finding, good, warning
+from kvferry.hosts import is_loopback
 from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
-from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
     import httpx

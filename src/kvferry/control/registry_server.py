@@ -11,8 +11,8 @@ from kvferry.control.http_server import HttpServer
 from kvferry.control.leases import Leases
 from kvferry.control.registry_messages import LONGEST_LEASE_S
 from kvferry.errors import RegistryError, SettingsError
+from kvferry.hosts import is_loopback
 from kvferry.loggers import logger_of
-from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp

@@ -43,7 +43,8 @@ from kvferry.plan import TransferPath, check_token_share
 from kvferry.plan.fingerprint import checked_fingerprint
 from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.registrations import check_engine_name
-from kvferry.settings import Settings
+from kvferry.settings import Settings, environment, known_variables
+from kvferry.spelling import meaningless
 from kvferry.staging.mapped import MappedTransport
 from kvferry.staging.sizes import staging_notice
 from kvferry.transport import Transport
@@ -216,6 +217,8 @@ class Endpoint(ABC):
         check_token_share(layout, self.coordinates)
         self.fingerprint = checked_fingerprint(fingerprint)
         self.settings = with_found_address(settings or Settings())
+        for name, hint in meaningless(environment(), known_variables()).items():
+            log.warning("%s is set, and means nothing: %s", name, hint)
         self.engine_rank = self.coordinates.engine_rank
         self._platform = platform or SystemPlatform()
         if problem := self._platform.lacks_files(START + SHARE * self.settings.nixl_threads):

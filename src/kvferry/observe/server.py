@@ -11,10 +11,10 @@ import msgspec
 from kvferry.control.credentials import bears
 from kvferry.control.http_server import HttpServer
 from kvferry.errors import ObserveError, SettingsError
+from kvferry.hosts import is_loopback
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.status import EndpointStatus
 from kvferry.observe.tracing import Recorder, Window
-from kvferry.settings import is_loopback
 
 if TYPE_CHECKING:
     from starlette.requests import Request

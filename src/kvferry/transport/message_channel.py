@@ -17,9 +17,9 @@ import msgspec
 import zmq
 
 from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.hosts import bracketed
 from kvferry.loggers import logger_of
 from kvferry.open_files import CONNECTION, lack
-from kvferry.settings import bracketed
 
 log = logger_of(__name__)
 

@@ -28,10 +28,11 @@ from kvferry.errors import (
     RegistryAccessError,
     RegistryError,
 )
+from kvferry.hosts import bracketed
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import PROTOCOL_VERSION
-from kvferry.settings import Settings, bracketed
+from kvferry.settings import Settings
 
 ENGINE = "kvferry-bench"
 """Under this name the prefill side is entered at the registry."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import socket
 from collections.abc import Iterator, Mapping
@@ -11,14 +10,14 @@ from kvferry.addresses import default_address, with_found_address
 from kvferry.applications.command_line import why_not_listening
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, error, good, warning
+from kvferry.hosts import is_loopback, is_wildcard
 from kvferry.observe.settings import ObserveSettings
-from kvferry.settings import PREFIX, Settings, all_fields, is_loopback, is_secret, is_wildcard
+from kvferry.settings import Settings, all_fields, is_secret, known_variables
+from kvferry.spelling import PREFIX, meaningless
 from kvferry.transport import Diagnosis
 from kvferry.transport.devices import interface_of
 
 _USER_INFO = re.compile(r"//.*@")
-_OTHERS = {f"{PREFIX}SGLANG_REPLACES_NIXL"}
-"""Variables that are no settings, but mean something."""
 
 
 def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[Finding]:
@@ -29,20 +28,16 @@ def variables(environment: Mapping[str, str], transport: Diagnosis) -> Iterator[
         transport: knows which variables its library reads.
     """
     fields = {f"{PREFIX}{name.upper()}": field for name, field in all_fields().items()}
-    known = fields.keys() | _OTHERS
-    given = {name: value for name, value in environment.items() if name.upper().startswith(PREFIX)}
+    known = known_variables()
+    given = {name: value for name, value in environment.items() if name.upper() in known}
     for name, value in sorted(given.items()):
-        if name.upper() in known:
-            field = fields.get(name.upper())
-            shown = (
-                "(a secret)" if field is not None and is_secret(field) else repr(_USER_INFO.sub("//(a secret)@", value))
-            )
-            yield good("settings", f"{name} = {shown}, from the environment")
-            continue
-        near = difflib.get_close_matches(name.upper(), known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "docs/settings.md lists all"
+        field = fields.get(name.upper())
+        shown = "(a secret)" if field is not None and is_secret(field) else repr(_USER_INFO.sub("//(a secret)@", value))
+        yield good("settings", f"{name} = {shown}, from the environment")
+    unknown = meaningless(environment, known)
+    for name, hint in unknown.items():
         yield warning("settings", f"{name} is set, and means nothing", hint)
-    if not given:
+    if not given and not unknown:
         yield good("settings", "all at their defaults: docs/settings.md")
     for name in sorted(name for name in environment if name.startswith(transport.variables)):
         yield good("settings", f"{name} = {environment[name]!r}, which {transport.read_by} read")

@@ -36,8 +36,9 @@ from kvferry.applications.partner import Caller, calling
 from kvferry.endpoint.construction import create_transport
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 from kvferry.findings import Finding, error, good, warning
+from kvferry.hosts import bracketed, is_wildcard
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.settings import Settings, bracketed, is_wildcard
+from kvferry.settings import Settings
 from kvferry.transport import Diagnosis, Transport
 
 _BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)

@@ -11,7 +11,7 @@ from kvferry.applications.up.servers import Server
 from kvferry.engines.sglang.directory import ask
 from kvferry.engines.vllm.parameters import LARGEST_ROOM, ROOM
 from kvferry.errors import UsageError
-from kvferry.settings import bracketed
+from kvferry.hosts import bracketed
 
 MOST_CHOICES = 128
 """Of one request to SGLang: each is a request of its own to two servers."""

@@ -11,7 +11,8 @@ from pydantic import Field, SecretStr, model_validator
 
 from kvferry.control.credentials import client_context
 from kvferry.errors import SettingsError
-from kvferry.settings import OwnSettings, private_text
+from kvferry.secret_files import private_text
+from kvferry.settings import OwnSettings
 
 _SCHEMES = ("etcd", "etcds")
 DEFAULT_PREFIX = "/kvferry"

@@ -67,6 +67,7 @@ from kvferry.control.registration_rules import (
 from kvferry.control.registry import OnChange, Registry
 from kvferry.errors import KVFerryError, RegistryError, RegistryUnreachableError, SettingsError, quoted
 from kvferry.findings import Finding, error, good, warning
+from kvferry.hosts import hosts_of, is_loopback
 from kvferry.loggers import logger_of
 from kvferry.protocol.wire.registrations import (
     LONGEST_INCARNATION,
@@ -78,7 +79,6 @@ from kvferry.protocol.wire.registrations import (
     check_engine_name,
     check_text,
 )
-from kvferry.settings import hosts_of, is_loopback
 
 log = logger_of(__name__)
 

@@ -21,11 +21,12 @@ from kvferry.errors import (
     RankReplacedError,
     VersionError,
 )
+from kvferry.hosts import bracketed
 from kvferry.loggers import logger_of
 from kvferry.protocol.time_awake import Lateness
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.field_types import DecodeRank, Identity
-from kvferry.settings import Settings, bracketed
+from kvferry.settings import Settings
 
 log = logger_of(__name__)
 

@@ -32,12 +32,13 @@ from kvferry.control.registry_server import RegistryServer
 from kvferry.control.shared_registry import SharedRegistries
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
+from kvferry.hosts import bracketed
 from kvferry.layout import RankLayout
 from kvferry.open_files import lack
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.protocol.wire.versions import SPOKEN, Versions
-from kvferry.settings import Settings, bracketed
+from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.resources import MachineResources, StagingResources
 from kvferry.transport import Transport

@@ -38,8 +38,9 @@ from kvferry.errors import (
     quoted,
 )
 from kvferry.findings import Finding, error, good
+from kvferry.hosts import bracketed, is_wildcard
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.settings import Settings, bracketed, environment, is_wildcard
+from kvferry.settings import Settings, environment
 from kvferry.transport.base import PeerMetadata, Promises, TransferHandle, TransferReport
 from kvferry.transport.confined_ports import confine, sockets_on_every_interface
 from kvferry.transport.copies import Copies

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvferry.addresses import address_towards_registry
-from kvferry.settings import Settings, environment, is_loopback, is_wildcard
+from kvferry.hosts import is_loopback, is_wildcard
+from kvferry.settings import Settings, environment
 from kvferry.transport.devices import interface_of, rdma_devices
 from kvferry.transport.nixl.settings import NixlSettings
 
