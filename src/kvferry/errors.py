@@ -44,6 +44,8 @@ rank arrives as `TransferFailedError` whose message names the rank and quotes th
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 LONGEST_QUOTE = 500
 
 
@@ -68,7 +70,15 @@ class ConfigurationError(KVFerryError):
 
 
 class SettingsError(ConfigurationError):
-    """A setting has an impossible value, or names something that is taken."""
+    """A setting has an impossible value, or names something that is taken.
+
+    Attributes:
+        missing: names of settings that are not set, where others reach this machine, and should be.
+    """
+
+    def __init__(self, text: str = "", *, missing: Collection[str] = ()) -> None:
+        super().__init__(text)
+        self.missing = tuple(missing)
 
 
 class LayoutError(ConfigurationError):

@@ -23,12 +23,14 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
         severity: how bad it is.
         what: what there is, a sentence.
         remedy: what to do; empty if nothing is to be done.
+        lines: what is missing, ready to paste where `about` says.
     """
 
     about: str
     severity: Severity
     what: str
     remedy: str = ""
+    lines: tuple[str, ...] = ()
 
 
 def good(about: str, what: str) -> Finding:
@@ -36,11 +38,11 @@ def good(about: str, what: str) -> Finding:
     return Finding(about=about, severity=Severity.GOOD, what=what)
 
 
-def warning(about: str, what: str, remedy: str) -> Finding:
+def warning(about: str, what: str, remedy: str, lines: tuple[str, ...] = ()) -> Finding:
     """It works, but not as it should."""
-    return Finding(about=about, severity=Severity.WARNING, what=what, remedy=remedy)
+    return Finding(about=about, severity=Severity.WARNING, what=what, remedy=remedy, lines=lines)
 
 
-def error(about: str, what: str, remedy: str) -> Finding:
+def error(about: str, what: str, remedy: str, lines: tuple[str, ...] = ()) -> Finding:
     """It does not work."""
-    return Finding(about=about, severity=Severity.ERROR, what=what, remedy=remedy)
+    return Finding(about=about, severity=Severity.ERROR, what=what, remedy=remedy, lines=lines)

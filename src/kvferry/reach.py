@@ -13,8 +13,6 @@ from typing import Protocol
 
 from kvferry.hosts import hosts_of, is_loopback, is_wildcard
 
-_SECRET_FILE = "/etc/kvferry/secret"  # noqa: S105 - where one may lie
-
 
 class Told(Protocol):
     """The settings that say who reaches a rank, as `Settings` has them."""
@@ -48,22 +46,16 @@ class Lack:
     Attributes:
         name: of the setting.
         why: what is wrong without it, and what to set, as the rest of a sentence that its name begins.
-        value: one that would do, as far as that can be known here.
         is_refused: whether nothing starts without it; else only some deployments need it.
     """
 
     name: str
     why: str
-    value: str
     is_refused: bool = True
 
 
-def lacks(told: Told, *, here: str) -> Iterator[Lack]:
-    """Yields everything that is missing; nothing where only this machine reaches the rank.
-
-    Args:
-        here: an address of this machine, or words for one, for the values.
-    """
+def lacks(told: Told) -> Iterator[Lack]:
+    """Yields everything that is missing; nothing where only this machine reaches the rank."""
     beyond = [each for each in (told.host, told.registry_host) if not is_loopback(each)]
     if beyond and told.secret is None and told.secret_file is None and not told.allow_unauthenticated:
         yield Lack(
@@ -71,7 +63,6 @@ def lacks(told: Told, *, here: str) -> Iterator[Lack]:
             "everyone who reaches that address could read and write caches. Give all ranks and the registry one "
             "secret, in a file (KVFERRY_SECRET_FILE) or as KVFERRY_SECRET; KVFERRY_ALLOW_UNAUTHENTICATED=1 does "
             "without, if only friends are on that network",
-            _SECRET_FILE,
         )
     if is_loopback(told.host) or leads_elsewhere(told.registry_address):
         return
@@ -80,7 +71,6 @@ def lacks(told: Told, *, here: str) -> Iterator[Lack]:
             "registry_url",
             f"the registry {told.registry_address} is on this machine, where ranks on others do not find it. Set it to "
             "where `kvferry registry` runs, as they reach it (SGLang's prefill servers have their own)",
-            f"http://{here}:8998",
             is_refused=False,
         )
     if is_wildcard(told.host) and told.advertise_host is None:
@@ -88,7 +78,6 @@ def lacks(told: Told, *, here: str) -> Iterator[Lack]:
             "advertise_host",
             f"peers cannot connect to {told.host}, and no route to a registry on another machine says which address "
             "they reach: set advertise_host (KVFERRY_ADVERTISE_HOST) to one of this machine",
-            here,
         )
 
 

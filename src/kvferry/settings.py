@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -24,7 +24,7 @@ from kvferry.hosts import bracketed, hosts_of, is_loopback, is_wildcard
 from kvferry.plan.cost import TransferPath
 from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
-from kvferry.reach import lacks
+from kvferry.reach import Lack, lacks
 from kvferry.secret_files import checked_secret, private_text
 from kvferry.spelling import PREFIX, hint
 
@@ -301,9 +301,10 @@ class Settings(OwnSettings):
             self._shared_secret = self._read_secret()
         except SettingsError as error:
             problems.append(str(error))
-        problems += self._lacking()
+        missing = [*lacks(self)]
+        problems += self._lacking(missing)
         if problems:
-            raise SettingsError("; ".join(problems))
+            raise SettingsError("; ".join(problems), missing=[lack.name for lack in missing])
 
     def of(self, owner: type[OwnT]) -> OwnT:
         """Returns those of one part, as they were given, or copied, here."""
@@ -356,11 +357,10 @@ class Settings(OwnSettings):
         text = private_text(self.secret_file, "secret_file", "a new secret")
         return checked_secret(text, f"the secret in {self.secret_file}")
 
-    def _lacking(self) -> Iterator[str]:
+    def _lacking(self, found: Collection[Lack]) -> Iterator[str]:
         """Says all that is missing where others reach this rank, if it is refused without some of it."""
-        found = [*lacks(self, here="an address of this machine")]
         if any(lack.is_refused for lack in found):
-            doors = [f"{n} ({PREFIX}{n.upper()}) is {h!r}" for n, h in self._beyond_loopback()]
+            doors = [f"{name} ({PREFIX}{name.upper()}) is {host!r}" for name, host in self._beyond_loopback()]
             yield f"{' and '.join(doors)}, which asks for more: " + "; ".join(
                 f"{lack.name} ({PREFIX}{lack.name.upper()}) is not set: {lack.why}" for lack in found
             )

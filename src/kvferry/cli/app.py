@@ -23,7 +23,7 @@ from kvferry.applications.command_line import (
     with_fields_as_options,
 )
 from kvferry.applications.demo.options import DemoArguments, prepare
-from kvferry.applications.up.engine_options import DeploymentRequest
+from kvferry.applications.up.engine_options import DeploymentRequest, Engine
 from kvferry.errors import KVFerryError
 from kvferry.hosts import is_wildcard
 from kvferry.layout import Device, PageOrder
@@ -281,6 +281,12 @@ def doctor(
         int | None, typer.Option(min=0, max=65535, help="Only let doctors of other machines measure, on this port.")
     ] = None,
     wire: Annotated[bool, typer.Option(help="Measure between two processes of this machine.")] = True,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--for", help="Look at the whole set of a deployment, and print the lines that it lacks: vllm or sglang."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Look at what is installed, set, reachable and running, and say what is wrong and what to do.
@@ -296,7 +302,16 @@ def doctor(
         with suppress(KeyboardInterrupt), interruptible():
             pairing.listen(Settings(), listen, typer.echo, Device())
         return
-    worst = run(where or (), peer=peer, moves_bytes=wire, wire_to=wire_to, wants_json=json, console=Console())
+    chosen = None if engine is None else one_of(Engine, engine, option="--for")
+    worst = run(
+        where or (),
+        peer=peer,
+        moves_bytes=wire,
+        wire_to=wire_to,
+        engine=chosen,
+        wants_json=json,
+        console=Console(),
+    )
     if worst:
         raise typer.Exit(int(worst))
 

@@ -213,7 +213,7 @@ def test_the_worst_decides_and_json_has_it_all(capsys: pytest.CaptureFixture[str
     said = json.loads(capsys.readouterr().out)
     assert worst is Severity.WARNING
     assert said["worst"] == "warning"
-    assert {"severity", "about", "what", "remedy"} == set(said["findings"][0])
+    assert {"severity", "about", "what", "remedy", "lines"} == set(said["findings"][0])
     assert worst == max(Severity[each["severity"].upper()] for each in said["findings"])
 
 

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kvferry.applications.doctor import configuration, machine, others
+from kvferry.applications.doctor import configuration, deployment, machine, others
 from kvferry.applications.doctor.probe import wire
 from kvferry.applications.top.asking import addresses, present
+from kvferry.applications.up.engine_options import Engine
 from kvferry.errors import SettingsError
 from kvferry.findings import Finding, Severity, error
 from kvferry.layout import MemoryKind
@@ -37,6 +38,7 @@ def run(
     peer: str | None,
     moves_bytes: bool,
     wire_to: str | None = None,
+    engine: Engine | None = None,
     wants_json: bool,
     console: Console,
 ) -> Severity:
@@ -47,6 +49,7 @@ def run(
         peer: an endpoint on another machine to compare with.
         moves_bytes: whether to measure the transport between two processes.
         wire_to: a doctor that listens on another machine, to measure the transport with.
+        engine: of a deployment whose whole set is to be looked at.
 
     Returns:
         The worst that was found.
@@ -61,7 +64,8 @@ def run(
     for _ in range(3):
         table.add_column(overflow="fold")
     findings = []
-    for finding in _everything(targets, peers, doctors, moves_bytes=moves_bytes):
+    looks = _everything(targets, peers, doctors, engine, moves_bytes=moves_bytes)
+    for finding in looks:
         findings.append(finding)
         table.add_row(_SHOWN[finding.severity], finding.about, _words(finding))
     worst = max((finding.severity for finding in findings), default=Severity.GOOD)
@@ -70,6 +74,8 @@ def run(
         typer.echo(msgspec.json.encode(said).decode())
         return worst
     console.print(table)
+    for line in _missing(findings):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     counts = [sum(finding.severity is each for finding in findings) for each in (Severity.ERROR, Severity.WARNING)]
     console.print(f"{counts[0]} wrong, {counts[1]} to look at, of {len(findings)}", highlight=False)
     return worst
@@ -83,12 +89,20 @@ def with_port(peer: str) -> str:
     return peer if ":" in peer or peer.isdecimal() else f"{peer}:{_USUAL_PORT}"
 
 
-def _plain(finding: Finding) -> dict[str, str]:
+def _missing(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yields the lines that are missing, once each, below where they belong: to be copied as they are."""
+    for about in dict.fromkeys(finding.about for finding in findings if finding.lines):
+        yield f"\n# missing: {about}"
+        yield from dict.fromkeys(line for finding in findings if finding.about == about for line in finding.lines)
+
+
+def _plain(finding: Finding) -> dict[str, str | tuple[str, ...]]:
     return {
         "severity": finding.severity.name.lower(),
         "about": finding.about,
         "what": finding.what,
         "remedy": finding.remedy,
+        "lines": finding.lines,
     }
 
 
@@ -97,17 +111,24 @@ def _words(finding: Finding) -> Text:
 
 
 def _everything(
-    targets: Sequence[str], peers: Sequence[str], doctors: Sequence[str], *, moves_bytes: bool
+    targets: Sequence[str], peers: Sequence[str], doctors: Sequence[str], engine: Engine | None, *, moves_bytes: bool
 ) -> Iterator[Finding]:
     variables = environment()
+    of = None if engine is None else deployment.DEPLOYMENTS[engine]
     yield from _safely("installed", machine.installed)
+    if of is not None:
+        yield from _safely(of.command, lambda: deployment.whole(of, variables))
     try:
         settings = Settings()
         transport = transport_class(settings.transport)
     except SettingsError as problem:
         yield from _safely("settings", lambda: configuration.variables(variables, Diagnosis()))
         yield error("settings", str(problem), "mend the variable; docs/settings.md says what it may be")
+        if of is not None:
+            yield from deployment.environment_of_ranks(of, None, problem.missing)
         return
+    if of is not None:
+        yield from _safely("environment", lambda: deployment.environment_of_ranks(of, settings, ()))
     yield from _safely(transport.name, lambda: transport.diagnosis.findings(settings))
     yield from _safely("settings", lambda: configuration.variables(variables, transport.diagnosis))
     yield from _safely("addresses", lambda: configuration.addresses(settings))

@@ -1,0 +1,100 @@
+"""The whole set of a deployment: `kvferry doctor --for vllm`, or sglang, and the lines that are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from kvferry.addresses import default_address
+from kvferry.applications.doctor.fits import contract
+from kvferry.applications.up.engine_options import Engine
+from kvferry.engines.deployment import Deployment, Remark
+from kvferry.engines.sglang.deployment import SglangDeployment
+from kvferry.engines.vllm.deployment import VllmDeployment
+from kvferry.findings import Finding, error, good, warning
+from kvferry.reach import lacks
+from kvferry.settings import Settings
+from kvferry.spelling import PREFIX
+from kvferry.transport.diagnosis import installed_version
+
+DEPLOYMENTS: Mapping[Engine, Deployment] = {Engine.VLLM: VllmDeployment(), Engine.SGLANG: SglangDeployment()}
+_ENVIRONMENT = "environment"
+_PROC = Path("/proc")
+
+
+def whole(of: Deployment, variables: Mapping[str, str], proc: Path = _PROC) -> Iterator[Finding]:
+    """Looks at the engine, at the plug-in in it, and at the options of its servers on this machine.
+
+    Args:
+        variables: this process's environment, which the servers' is to be like.
+        proc: where the system shows processes.
+    """
+    versions = {name: installed_version(name) for name in of.packages}
+    there = [f"{name} {version}" for name, version in versions.items() if version]
+    if there:
+        yield from contract(of.contract, there[0], variables)
+        yield from (_finding("plug-in", remark) for remark in of.installed(variables))
+    else:
+        names = " or ".join(of.packages)
+        yield error("engine", f"{names} is not installed in this environment", "run the doctor in that of the servers")
+    servers = [(number, line) for number, line in _processes(proc) if of.is_server(line)]
+    for number, line in servers:
+        yield from (_finding(f"{of.command}, {number}", remark) for remark in of.options(line, variables))
+    if not servers:
+        what = f"no process here is `{of.command}`: its options were not looked at"
+        yield warning(of.command, what, "run the doctor beside a server; it needs these options", (of.example,))
+
+
+def environment_of_ranks(of: Deployment, settings: Settings | None, missing: Sequence[str]) -> Iterator[Finding]:
+    """Says which variables ranks on several machines lack.
+
+    Args:
+        settings: those of this process; None if they are refused.
+        missing: the names that they are refused for want of.
+    """
+    names = list(missing)
+    if settings is not None:
+        names = [lack.name for lack in lacks(settings)]
+        if settings.is_on_loopback:
+            names = ["host", "secret_file", "registry_url"]
+    if not of.needs_registry:
+        names = [name for name in names if name != "registry_url"]
+    if not names:
+        yield good(_ENVIRONMENT, "ranks on other machines find this one, as far as variables say")
+        return
+    wanted = ", ".join(f"{PREFIX}{name.upper()}" for name in names)
+    lines = tuple(line for name in names for line in _lines(name))
+    if settings is None:
+        yield error(_ENVIRONMENT, f"missing: {wanted}", "the lines below; the secret is the same everywhere", lines)
+    else:
+        what = f"ranks on other machines do not find this one: {wanted}"
+        yield warning(_ENVIRONMENT, what, "right if all servers are on this machine; else the lines below", lines)
+
+
+def _lines(name: str) -> Iterator[str]:
+    here = default_address() or "127.0.0.1"
+    if name == "secret_file":
+        yield "(umask 077; openssl rand -hex 32 > /etc/kvferry/secret)    # once; then copy it to every machine"
+    elif name == "registry_url":
+        yield "kvferry registry --host 0.0.0.0 &    # once, on the machine that the URL names"
+    port = f"http://{here}:8998"
+    values = {"secret_file": "/etc/kvferry/secret", "registry_url": port}
+    yield f"export {PREFIX}{name.upper()}={values.get(name, here)}"
+
+
+def _finding(about: str, remark: Remark) -> Finding:
+    if not remark.remedy:
+        return good(about, remark.what)
+    kind = error if remark.is_wrong else warning
+    return kind(about, remark.what, remark.remedy, (remark.line,) if remark.line else ())
+
+
+def _processes(proc: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
+    """Yields every process that the system shows, and its command line."""
+    for folder in sorted(proc.iterdir()):
+        if folder.name.isdecimal():
+            try:
+                words = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
+            except OSError:  # it has ended, or is another user's
+                continue
+            yield int(folder.name), tuple(word.decode(errors="replace") for word in words)
