@@ -1959,4 +1959,40 @@ CATALOGUE = (
         "self._now = content",
         "tests/unit/engines/test_vllm_weights.py",
     ),
+    # ---- who is told what is missing
+    PlantedFault(
+        "a cluster without a registry is not told that it lacks an address as well",
+        "reach.py",
+        "    if is_wildcard(told.host) and told.advertise_host is None:",
+        "    elif is_wildcard(told.host) and told.advertise_host is None:",
+        "tests/unit/test_settings.py",
+    ),
+    PlantedFault(
+        "any variable is like any other, for what all begin with",
+        "spelling.py",
+        "found[name] = hint(upper, known, PREFIX)",
+        "found[name] = hint(upper, known)",
+        "tests/unit/test_settings.py",
+    ),
+    PlantedFault(
+        "a secret that cannot be read hides what else a cluster lacks",
+        "settings.py",
+        "            problems.append(str(error))\n        missing",
+        "            raise error\n        missing",
+        "tests/unit/test_settings.py",
+    ),
+    PlantedFault(
+        "the doctor takes vLLM's own NIXL connector for ours",
+        "engines/vllm/deployment.py",
+        ' and each.get("kv_connector_module_path") == _MODULE',
+        "",
+        "tests/unit/applications/test_doctor_deployment.py",
+    ),
+    PlantedFault(
+        "the doctor judges a server by its own variables, not by the server's",
+        "applications/doctor/deployment.py",
+        "of.options(line, variables if theirs is None else theirs)",
+        "of.options(line, variables)",
+        "tests/unit/applications/test_doctor_deployment.py",
+    ),
 )

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 
@@ -140,24 +140,51 @@ def test_a_plug_in_that_no_environment_announces_is_wrong(monkeypatch: pytest.Mo
     assert "SGLang will not find it" in found.what
 
 
-def process(proc: Path, number: int, *arguments: str) -> None:
+def process(proc: Path, number: int, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
     (proc / str(number)).mkdir(parents=True)
-    (proc / str(number) / "cmdline").write_bytes(b"".join(each.encode() + b"\0" for each in arguments))
+    shown = {"cmdline": arguments}
+    if environ is not None:
+        shown["environ"] = tuple(f"{name}={value}" for name, value in environ.items())
+    for name, texts in shown.items():
+        (proc / str(number) / name).write_bytes(b"".join(each.encode() + b"\0" for each in texts))
 
 
 def test_the_servers_of_this_machine_are_looked_at(tmp_path: Path):
     process(tmp_path, 1, "init")
-    process(tmp_path, 71, "vllm", "serve", "m")
-    process(tmp_path, 72, *serving({**OURS, "kv_role": "kv_producer"}))
+    process(tmp_path, 71, "vllm", "serve", "m", environ={})
+    process(tmp_path, 72, *serving({**OURS, "kv_role": "kv_producer"}), environ={"HOME": "/", "KVFERRY_WORKERS": "=3"})
     (tmp_path / "73").mkdir()  # has ended meanwhile
-    found = [each for each in deployment.whole(VLLM, {}, tmp_path) if each.about.startswith("vllm serve")]
+    found = [
+        each
+        for each in deployment.whole(VLLM, {"KVFERRY_WORKERS": "=3"}, tmp_path)
+        if each.about.startswith("vllm serve")
+    ]
     assert [(each.about, each.severity.name) for each in found] == [
         ("vllm serve, 71", "ERROR"),
         ("vllm serve, 71", "WARNING"),
+        ("vllm serve, 71", "WARNING"),
         ("vllm serve, 72", "GOOD"),
     ]
+    assert "other values than this doctor: KVFERRY_WORKERS" in found[2].what
     (nobody,) = [each for each in deployment.whole(SGLANG, {}, tmp_path) if each.about == "sglang.launch_server"]
     assert nobody.lines == ("--disaggregation-mode prefill --disaggregation-transfer-backend kvferry",)
+
+
+def test_a_server_is_judged_by_its_own_variables_where_they_are_shown(tmp_path: Path):
+    line = shlex.split(
+        f"python -m {SGLANG.command} --disaggregation-mode decode --disaggregation-transfer-backend nixl"
+    )
+    process(tmp_path, 1, *line, environ={"KVFERRY_SGLANG_REPLACES_NIXL": "1"})
+    process(tmp_path, 2, *line)
+    found = [each for each in deployment.whole(SGLANG, {}, tmp_path) if each.about.startswith(SGLANG.command)]
+    assert [(each.about[-1], each.severity.name) for each in found] == [
+        ("1", "GOOD"),
+        ("1", "WARNING"),
+        ("2", "ERROR"),
+        ("2", "WARNING"),
+    ]
+    assert "KVFERRY_SGLANG_REPLACES_NIXL" in found[1].what
+    assert "not shown to this user" in found[3].what
 
 
 def exported(found: list[Finding]) -> dict[str, str]:
@@ -240,9 +267,13 @@ def test_the_engines_version_is_held_against_the_contract(
     ]
 
 
+@pytest.mark.full
 def test_the_engine_is_looked_at_by_a_process_of_its_own():
     (good,) = fits.contract("sys:getrecursionlimit", "Engine 1", os.environ)
     assert (good.severity, good.what) == (Severity.GOOD, "Engine 1 has all that the plug-in builds on")
+
+
+def test_an_engine_that_cannot_be_imported_is_wrong():
     (wrong,) = fits.contract("engine_that_is_not_there:check", "Engine 1", os.environ)
     assert wrong.severity is Severity.ERROR
     assert "No module named 'engine_that_is_not_there'" in wrong.what

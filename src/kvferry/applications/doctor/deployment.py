@@ -13,7 +13,7 @@ from kvferry.engines.sglang.deployment import SglangDeployment
 from kvferry.engines.vllm.deployment import VllmDeployment
 from kvferry.findings import Finding, error, good, warning
 from kvferry.reach import lacks
-from kvferry.settings import Settings
+from kvferry.settings import Settings, known_variables
 from kvferry.spelling import PREFIX
 from kvferry.transport.diagnosis import installed_version
 
@@ -37,9 +37,13 @@ def whole(of: Deployment, variables: Mapping[str, str], proc: Path = _PROC) -> I
     else:
         names = " or ".join(of.packages)
         yield error("engine", f"{names} is not installed in this environment", "run the doctor in that of the servers")
-    servers = [(number, line) for number, line in _processes(proc) if of.is_server(line)]
-    for number, line in servers:
-        yield from (_finding(f"{of.command}, {number}", remark) for remark in of.options(line, variables))
+    lines = {number: _texts(proc, number, "cmdline") or () for number in _processes(proc)}
+    servers = {number: line for number, line in lines.items() if of.is_server(line)}
+    for number, line in servers.items():
+        about, theirs = f"{of.command}, {number}", _variables(proc, number)
+        remarks = of.options(line, variables if theirs is None else theirs)
+        yield from (_finding(about, remark) for remark in remarks)
+        yield from _differing(about, variables, theirs)
     if not servers:
         what = f"no process here is `{of.command}`: its options were not looked at"
         yield warning(of.command, what, "run the doctor beside a server; it needs these options", (of.example,))
@@ -89,12 +93,34 @@ def _finding(about: str, remark: Remark) -> Finding:
     return kind(about, remark.what, remark.remedy, (remark.line,) if remark.line else ())
 
 
-def _processes(proc: Path) -> Iterator[tuple[int, tuple[str, ...]]]:
-    """Yields every process that the system shows, and its command line."""
-    for folder in sorted(proc.iterdir()):
-        if folder.name.isdecimal():
-            try:
-                words = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
-            except OSError:  # it has ended, or is another user's
-                continue
-            yield int(folder.name), tuple(word.decode(errors="replace") for word in words)
+def _differing(about: str, ours: Mapping[str, str], theirs: Mapping[str, str] | None) -> Iterator[Finding]:
+    """Says which settings a server has otherwise than the doctor, whose other findings are not about it then."""
+    if theirs is None:
+        yield warning(about, "its environment is not shown to this user", "run the doctor as the server's user")
+        return
+    known = known_variables()
+    names = sorted(name for name in {*ours, *theirs} if name.upper() in known and ours.get(name) != theirs.get(name))
+    if names:
+        what = f"it has other values than this doctor: {', '.join(names)}"
+        yield warning(about, what, "run the doctor with the server's variables: the rest is said of the doctor's")
+
+
+def _processes(proc: Path) -> Iterator[int]:
+    return (int(folder.name) for folder in sorted(proc.iterdir()) if folder.name.isdecimal())
+
+
+def _variables(proc: Path, number: int) -> dict[str, str] | None:
+    """Returns the environment that a process was started with; None where it is not shown."""
+    given = _texts(proc, number, "environ")
+    if given is None:
+        return None
+    return {name: value for name, _, value in (text.partition("=") for text in given)}
+
+
+def _texts(proc: Path, number: int, name: str) -> tuple[str, ...] | None:
+    """Returns what the system shows of a process, in pieces; None if it has ended, or is another user's."""
+    try:
+        shown = (proc / str(number) / name).read_bytes()
+    except OSError:
+        return None
+    return tuple(each.decode(errors="replace") for each in shown.rstrip(b"\0").split(b"\0"))

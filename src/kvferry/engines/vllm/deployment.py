@@ -43,7 +43,7 @@ class VllmDeployment:
 
     def installed(self, variables: Mapping[str, str]) -> Iterator[Remark]:
         """See `Deployment.installed`: vLLM imports the connector by the path in its options, and looks nowhere else."""
-        yield from ()
+        yield Remark(f"vLLM imports {_MODULE}, which its options name; it needs no entry point", is_wrong=False)
 
     def options(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Remark]:
         """See `Deployment.options`."""
