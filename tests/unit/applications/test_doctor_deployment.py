@@ -13,10 +13,12 @@ from types import ModuleType
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from kvferry.applications.doctor import deployment, fits, machine
 from kvferry.applications.doctor import run as doctor
 from kvferry.applications.up.engine_options import Engine
+from kvferry.cli.app import app
 from kvferry.engines.deployment import Deployment, Remark, option
 from kvferry.engines.sglang.deployment import SglangDeployment
 from kvferry.engines.vllm.deployment import VllmDeployment
@@ -229,6 +231,16 @@ def test_settings_that_are_refused_are_told_the_lines_of_all_that_they_lack(
     found = exported([Finding(about="", severity=Severity.ERROR, what="", lines=tuple(lines.splitlines()))])
     assert found.keys() == {"KVFERRY_SECRET_FILE", "KVFERRY_REGISTRY_URL", "KVFERRY_ADVERTISE_HOST"}
     assert f"\n{VLLM.example}\n" in said, "however narrow the terminal: lines are whole"
+
+
+def test_the_command_takes_the_engines_name(monkeypatch: pytest.MonkeyPatch):
+    asked: list[object] = []
+    monkeypatch.setattr(doctor, "run", lambda *_, engine, **__: asked.append(engine))
+    for name in ("vllm", "SGLang"):
+        assert CliRunner().invoke(app, ["doctor", "--for", name]).exit_code == 0
+    assert asked == [Engine.VLLM, Engine.SGLANG]
+    wrong = CliRunner().invoke(app, ["doctor", "--for", "vlm"]).exception
+    assert str(wrong) == "--for 'vlm': it is one of vllm, sglang"
 
 
 def differs() -> None:
