@@ -230,6 +230,8 @@ def test_settings_that_are_refused_are_told_the_lines_of_all_that_they_lack(
     _, lines = said.split("\n# missing: environment\n")
     found = exported([Finding(about="", severity=Severity.ERROR, what="", lines=tuple(lines.splitlines()))])
     assert found.keys() == {"KVFERRY_SECRET_FILE", "KVFERRY_REGISTRY_URL", "KVFERRY_ADVERTISE_HOST"}
+    registry, begun = said.index("kvferry registry --host"), said.index("openssl rand")
+    assert begun < said.index("export ") < said.rindex("export ") < registry, "as a shell needs them"
     assert f"\n{VLLM.example}\n" in said, "however narrow the terminal: lines are whole"
 
 

@@ -67,7 +67,7 @@ def environment_of_ranks(of: Deployment, settings: Settings | None, missing: Seq
         yield good(_ENVIRONMENT, "ranks on other machines find this one, as far as variables say")
         return
     wanted = ", ".join(f"{PREFIX}{name.upper()}" for name in names)
-    lines = tuple(line for name in names for line in _lines(name))
+    lines = tuple(_lines(names))
     if settings is None:
         yield error(_ENVIRONMENT, f"missing: {wanted}", "the lines below; the secret is the same everywhere", lines)
     else:
@@ -75,15 +75,16 @@ def environment_of_ranks(of: Deployment, settings: Settings | None, missing: Seq
         yield warning(_ENVIRONMENT, what, "right if all servers are on this machine; else the lines below", lines)
 
 
-def _lines(name: str) -> Iterator[str]:
+def _lines(names: Sequence[str]) -> Iterator[str]:
+    """Yields what a shell is told, in the order in which each line finds what it needs."""
     here = default_address() or "127.0.0.1"
-    if name == "secret_file":
+    values = {"secret_file": "/etc/kvferry/secret", "registry_url": f"http://{here}:8998"}
+    if "secret_file" in names:
+        yield "mkdir -p /etc/kvferry"
         yield "(umask 077; openssl rand -hex 32 > /etc/kvferry/secret)    # once; then copy it to every machine"
-    elif name == "registry_url":
+    yield from (f"export {PREFIX}{name.upper()}={values.get(name, here)}" for name in names)
+    if "registry_url" in names:
         yield "kvferry registry --host 0.0.0.0 &    # once, on the machine that the URL names"
-    port = f"http://{here}:8998"
-    values = {"secret_file": "/etc/kvferry/secret", "registry_url": port}
-    yield f"export {PREFIX}{name.upper()}={values.get(name, here)}"
 
 
 def _finding(about: str, remark: Remark) -> Finding:
