@@ -71,10 +71,21 @@ def check_picture(picture: Path, *, option: str) -> None:
     """
     if picture.suffix.lower() not in _PICTURES:
         raise SettingsError(f"{option} {picture}: the file's name ends in one of {', '.join(_PICTURES)}")
-    if not picture.parent.is_dir():
-        raise SettingsError(f"{option} {picture}: there is no directory {picture.parent}")
+    check_folder(picture, option=option)
     if find_spec("matplotlib") is None:
         raise ConfigurationError(f"{option} needs matplotlib, which is not installed: pip install matplotlib")
+
+
+def check_folder(file: Path, *, option: str) -> None:
+    """Refuses a file that could not be written, before there is anything to write.
+
+    Raises:
+        SettingsError: if there is no such directory, or the file is one itself.
+    """
+    if not file.parent.is_dir():
+        raise SettingsError(f"{option} {file}: there is no directory {file.parent}")
+    if file.is_dir():
+        raise SettingsError(f"{option} {file}: it is a directory, name a file in it")
 
 
 def wide_console() -> Console:

@@ -16,10 +16,8 @@ from kvferry.applications.bench.options import BenchArguments
 from kvferry.applications.command_line import (
     FAILED,
     Json,
-    check_picture,
     interruptible,
     one_of,
-    wide_console,
     with_fields_as_options,
 )
 from kvferry.applications.demo.options import DemoArguments, prepare
@@ -172,6 +170,9 @@ def plan(
     draw: Annotated[
         Path | None, typer.Option(help="Draw who sends which heads and layers where: a .svg, .png or .pdf.")
     ] = None,
+    export: Annotated[
+        Path | None, typer.Option(help="Write both layouts, a request's pages and every move of bytes, as JSON.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Show what two deployments would exchange: who sends what to whom, how much, which way, and whether it is right.
@@ -180,12 +181,11 @@ def plan(
     out; stages=7+8 instead of pp gives every stage its layers; cp=2:contiguous, cp=2:zigzag or cp=2:interleaved:16 say
     how tokens are partitioned; draft adds the layers of the draft model. The exit code is 0 only if the plan is proved.
     """
-    from kvferry.applications.plan import report
     from kvferry.applications.plan.counting import PagePlacement
+    from kvferry.applications.plan.run import Outputs
     from kvferry.applications.plan.study import RequestOptions, SideOptions, study
 
-    if draw is not None:
-        check_picture(draw, option="--draw")
+    outputs = Outputs(json, draw, export)
     orders = [
         one_of(PageOrder, layout, option=f"--{side}-layout")
         for side, layout in (("prefill", prefill_layout), ("decode", decode_layout))
@@ -195,16 +195,7 @@ def plan(
         SideOptions("decode", decode_config or config, decode_dtype, decode, decode_page_size, orders[1]),
         RequestOptions(tokens, room, one_of(PagePlacement, pages, option="--pages")),
     )
-    if json:
-        typer.echo(report.as_json(planned))
-    else:
-        report.show(planned, wide_console())
-    if draw is not None:
-        from kvferry.applications.plan import drawing
-
-        drawing.draw(planned, draw)
-        if not json:
-            typer.echo(f"drawn to {draw}")
+    outputs.give_out(planned)
     if not planned.is_proved:
         raise typer.Exit(FAILED)
 
