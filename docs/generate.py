@@ -3,7 +3,8 @@
 The state diagrams of docs/design/protocol.md come from the transition tables, docs/settings.md from the settings, the
 tables of docs/reliability.md and docs/observability.md from `protocol/transfer/states.py` and `observe/metrics.py`,
 those of docs/design/caches.md from the plug-ins, docs/design/families.md from the families that tests build, the
-spine of docs/reading.md from the files that it names. A test checks that none has fallen behind.
+spine of docs/reading.md from the files that it names, docs/specification from the types that travel and the machines.
+A test checks that none has fallen behind.
 """
 
 from __future__ import annotations
@@ -255,8 +256,27 @@ def settings_page() -> str:
     return "\n".join(lines) + "\n"
 
 
+def specification_files() -> dict[str, str]:
+    """The files in docs/specification that are made, by name."""
+    from docs.specification import layouts, messages, schema  # with griffe, which no other page needs
+
+    pages = {}
+    for name, parts in {"messages.md": messages.parts(), "layouts.md": layouts.parts()}.items():
+        pages[name] = (DOCS / "specification" / name).read_text()
+        for mark, content in parts.items():
+            pages[name] = _between(pages[name], mark, content)
+    return {
+        **pages,
+        "messages.json": messages.examples(),
+        "layout.schema.json": schema.text(),
+        **{f"vectors/{name}": text for name, text in layouts.vector_files().items()},
+    }
+
+
 def main() -> None:
     """Writes all of them."""
+    for name, text in specification_files().items():
+        (DOCS / "specification" / name).write_text(text)
     (DESIGN / "protocol.md").write_text(protocol_page())
     (DOCS / "settings.md").write_text(settings_page())
     (DOCS / "reliability.md").write_text(reliability_page())

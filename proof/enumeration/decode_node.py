@@ -31,7 +31,7 @@ from kvferry.protocol.transfer.events import (
     Tick,
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.states import ReceiverState, TransferState
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.staging.rings import ReadingRing, Span
@@ -152,6 +152,11 @@ class DecodeNode:
     def generation(self) -> int:
         """Of this use."""
         return 10 * self.use + self._number
+
+    @property
+    def room_state(self) -> ReceiverState | None:
+        """Where its room stands; None before its caller has opened it."""
+        return self._machine.detailed_state if self._machine is not None else None
 
     @property
     def has_ended(self) -> bool:

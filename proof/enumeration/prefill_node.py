@@ -35,7 +35,7 @@ from kvferry.protocol.transfer.events import (
 )
 from kvferry.protocol.transfer.room_table import RoomMessage, RoomTable
 from kvferry.protocol.transfer.sender import SenderMachine
-from kvferry.protocol.transfer.states import TransferState
+from kvferry.protocol.transfer.states import SenderState, TransferState
 from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.field_types import DecodeRank, Message
 from proof.enumeration.automata import Event, Output
@@ -96,6 +96,11 @@ class PrefillNode:
     @property
     def _room(self) -> _Room | None:
         return self._table.rooms.get(ROOM)
+
+    @property
+    def room_state(self) -> SenderState | None:
+        """Where its room stands; None before its caller has opened it."""
+        return self._opened_room.machine.detailed_state if self._opened_room is not None else None
 
     @property
     def has_ended(self) -> bool:

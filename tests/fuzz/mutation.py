@@ -235,6 +235,8 @@ class Mutator:
                 return chance.choice((0.0, 1.0, 1e9))
             case inspect.RawType():  # the body of a numbered message
                 return self.made(chance.choice([each for each in KINDS if each.__name__ in NUMBERED]))
+            case inspect.Metadata():  # a type and what is said of it
+                return self._made(kind.type)
             case inspect.BoolType():
                 return chance.random() < 0.5
             case inspect.NoneType():

@@ -62,7 +62,7 @@ class Entry(str, Enum):
 MOST_AXES = 8
 LONGEST_NAME = 256
 
-Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME)]
+Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=LONGEST_NAME, description="its name")]
 """The name of a component, an axis or a group, in characters."""
 
 _LARGEST_AXIS = 1 << 40  # products of a few sizes and strides stay far from what 64 bits hold
@@ -76,7 +76,7 @@ class Axis(msgspec.Struct, frozen=True, array_like=True):
     """
 
     name: Name
-    size: int
+    size: Annotated[int, msgspec.Meta(description="how many indices it has")]
 
     def __post_init__(self) -> None:
         check_name("an axis", self.name)

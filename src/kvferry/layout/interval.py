@@ -22,6 +22,10 @@ WireIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_INDEX)]
 class Interval(msgspec.Struct, frozen=True, order=True, array_like=True):
     """The global indices start, start + 1, ..., stop - 1 of one logical axis.
 
+    Attributes:
+        start: the first.
+        stop: the one after the last.
+
     Raises:
         LayoutError: if start is negative or lies behind stop.
     """

@@ -21,6 +21,16 @@ class RankCoordinates(msgspec.Struct, frozen=True, kw_only=True):
     A request lives in one data-parallel group: the ranks that share a `dp_rank`. Expert parallelism has no place here:
     it divides weights, and no cache.
 
+    Attributes:
+        tp_rank: which tensor-parallel rank it is.
+        tp_size: of how many.
+        pp_rank: which pipeline stage it is of.
+        pp_size: of how many.
+        dp_rank: which data-parallel group it is of.
+        dp_size: of how many.
+        cp_rank: which context-parallel rank it is.
+        cp_size: of how many.
+
     Raises:
         LayoutError: if a size is not positive or a rank is outside its size.
     """

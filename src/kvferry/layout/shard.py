@@ -40,7 +40,7 @@ class Device(msgspec.Struct, frozen=True, array_like=True):
     """A kind of memory and, on machines with several of that kind, which one."""
 
     kind: MemoryKind = MemoryKind.DRAM
-    index: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    index: Annotated[int, msgspec.Meta(ge=0, le=65535, description="which one, from 0")] = 0
 
     def __str__(self) -> str:
         return f"{self.kind.value}:{self.index}"
@@ -49,8 +49,8 @@ class Device(msgspec.Struct, frozen=True, array_like=True):
 class Region(msgspec.Struct, frozen=True, order=True, array_like=True):
     """A range of memory, in bytes. A peer's with negative numbers is refused on arrival."""
 
-    address: Annotated[int, msgspec.Meta(ge=0)]
-    length: Annotated[int, msgspec.Meta(ge=0)]
+    address: Annotated[int, msgspec.Meta(ge=0, description="of its first byte")]
+    length: Annotated[int, msgspec.Meta(ge=0, description="how many bytes it has")]
 
     @property
     def stop(self) -> int:

@@ -33,8 +33,19 @@ Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 Random: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 """A number drawn at random, or a room's."""
 
-EndpointName: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=255, pattern=r"^[!-~]+\Z")]
+EndpointName: TypeAlias = Annotated[
+    str,
+    msgspec.Meta(
+        min_length=1, max_length=255, pattern=r"^[!-~]+\Z", description="the endpoint that sends it, one start of it"
+    ),
+]
 """Identifies one start of an endpoint: visible ASCII, which ZMQ requires and a log can show."""
+
+Attempt: TypeAlias = Annotated[
+    int, msgspec.Meta(ge=0, description="which of the decode rank's attempts to attach it is about")
+]
+
+Writer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, description="the engine rank of the prefill rank")]
 
 ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 """A name for people."""
@@ -42,7 +53,7 @@ ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 RequiredFeatures: TypeAlias = Annotated[tuple[ShortText, ...], msgspec.Meta(max_length=MAX_REQUIRED)]
 """Names of what the receiver of a message must know; see `versions`."""
 
-Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=MAX_REASON, description="why, in words")]
 """A sentence for people."""
 
 
@@ -80,6 +91,9 @@ class PodIdentity(msgspec.Struct, frozen=True):
     """Identifies a Kubernetes pod, by a UID that is never used again, and one start of a container in it.
 
     Attributes:
+        uid: Kubernetes', of the pod.
+        name: the pod's.
+        namespace: the pod's.
         container: in the termination message of the container that the process runs in, once that has ended; empty
             where nothing was put there.
     """
@@ -95,6 +109,7 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: identifies its machine, and the namespace of process numbers there.
+        pid: its number there.
         started: when it was started, in whatever unit the machine counts.
         pod: the pod that it runs in, if it does and says so.
     """

@@ -27,6 +27,7 @@ from kvferry.protocol.wire.field_types import (
     MAX_PIECES,
     MAX_SEGMENTS,
     AboutRoom,
+    Attempt,
     Count,
     EndpointName,
     Message,
@@ -35,12 +36,13 @@ from kvferry.protocol.wire.field_types import (
     Reason,
     RequiredFeatures,
     ShortText,
+    Writer,
     shorten,
 )
 
 
 class Digests(msgspec.Struct, frozen=True, array_like=True):
-    """Digests of packed blocks, page by page; see `plan.requests.moved_blocks`.
+    """Digests of packed blocks, page by page; see `plan.requests.moved_blocks` and `staging.digests`.
 
     Attributes:
         row_bytes: least bytes that a digest covers, where pages are small.
@@ -81,7 +83,7 @@ class ChunkArrived(AboutRoom, frozen=True, omit_defaults=True):
         segments: what the chunk consists of, with its digests, where the decode rank asked for them.
     """
 
-    writer: Count
+    writer: Writer
     sequence: Count
     unit: Unit = Unit.WHOLE
     segments: Annotated[tuple[StagedSegment, ...], msgspec.Meta(max_length=MAX_SEGMENTS)] = ()
@@ -102,7 +104,7 @@ class StagedArrived(AboutRoom, frozen=True):
         segments: what the part consists of, in the order in which it is packed.
     """
 
-    writer: Count
+    writer: Writer
     sequence: Count
     part: Count
     is_last: bool
@@ -122,7 +124,7 @@ class WriterFinished(AboutRoom, frozen=True):
         aux: the request's aux data, from the one rank that sends it; None from all others.
     """
 
-    writer: Count
+    writer: Writer
     chunks: Count
     aux: Annotated[bytes, msgspec.Meta(max_length=MAX_AUX_BYTES)] | None = None
 
@@ -139,7 +141,7 @@ class StagingRing(msgspec.Struct, frozen=True):
     """
 
     address: Count
-    num_bytes: Count
+    num_bytes: Annotated[Count, msgspec.Meta(description="its size")]
     epoch: Random
 
 
@@ -179,10 +181,10 @@ class Welcome(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    engine: ShortText
+    engine: Annotated[ShortText, msgspec.Meta(description="its engine's name")]
     coordinates: RankCoordinates
     layout: RankLayout
-    transport: ShortText
+    transport: Annotated[ShortText, msgspec.Meta(description="the transport's name")]
     process: ProcessIdentity
     fingerprint: FingerprintFields = msgspec.field(default_factory=dict)
     requires: RequiredFeatures = ()
@@ -202,13 +204,13 @@ class Attach(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    attempt: Count
-    engine: ShortText
+    attempt: Attempt
+    engine: Annotated[ShortText, msgspec.Meta(description="its engine's name")]
     coordinates: RankCoordinates
     layout: RankLayout
     pieces: Annotated[tuple[Piece, ...], msgspec.Meta(max_length=MAX_PIECES)]
     transport: ShortText
-    transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES)]
+    transport_metadata: Annotated[bytes, msgspec.Meta(max_length=MAX_METADATA_BYTES, description="what that needs")]
     host: ShortText = ""
     staging: Staging = Staging()
     checksums: bool = False
@@ -228,7 +230,7 @@ class Attached(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    attempt: Count
+    attempt: Attempt
     only_staged: bool
     last_failure: Count = 0
 
@@ -236,8 +238,8 @@ class Attached(Message, frozen=True):
 class Refused(Message, frozen=True):
     """Prefill to decode: the two cannot exchange caches. `error` is the name of an exception of kvferry.errors."""
 
-    attempt: Count
-    error: ShortText
+    attempt: Attempt
+    error: Annotated[ShortText, msgspec.Meta(description="the name of an exception")]
     reason: Reason
 
     def __post_init__(self) -> None:
@@ -263,7 +265,7 @@ class Detach(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    attempt: Count = 2**62
+    attempt: Attempt = 2**62
 
 
 class Numbered(Message, frozen=True):
@@ -302,7 +304,7 @@ class Pong(Message, frozen=True):
     Attributes:
         attached: whether the decode rank is attached. If not it must connect anew, or its next rooms are lost too.
         reason: why it is not, where it was before.
-        epoch: as in `Ping`, or of the attempt to attach that is given up; `sent` and `received` as in `Ping`.
+        epoch: as in `Ping`, or of the attempt to attach that is given up.
         heard_of: the `sent` of the `Ping` that this answers; what has not come of that is lost.
     """
 
@@ -310,8 +312,8 @@ class Pong(Message, frozen=True):
     attached: bool
     reason: Reason = ""
     epoch: Random = 0
-    sent: Count = 0
-    received: Count = 0
+    sent: Annotated[Count, msgspec.Meta(description="as in `Ping`, of the prefill rank's messages")] = 0
+    received: Annotated[Count, msgspec.Meta(description="as in `Ping`, of the decode rank's messages")] = 0
     heard_of: Count = 0
 
     def __post_init__(self) -> None:
@@ -405,7 +407,7 @@ class RefuseRoom(WillNotSucceed, frozen=True):
 class ExpectRooms(Message, frozen=True):
     """Decode to prefill, at regular intervals: requests wait here that will open these rooms, or refuse them."""
 
-    rooms: Annotated[tuple[Random, ...], msgspec.Meta(max_length=MAX_EXPECTED)]
+    rooms: Annotated[tuple[Random, ...], msgspec.Meta(max_length=MAX_EXPECTED, description="their numbers")]
 
 
 class RoomVerified(AboutRoom, frozen=True):
@@ -415,8 +417,8 @@ class RoomVerified(AboutRoom, frozen=True):
 class RoomFailed(WillNotSucceed, frozen=True):
     """Prefill to decode, numbered: this rank cannot complete the room. `Drained` follows."""
 
-    writer: Count
-    error: ShortText
+    writer: Writer
+    error: Annotated[ShortText, msgspec.Meta(description="the name of an exception")]
 
 
 class Drained(AboutRoom, frozen=True):
@@ -433,7 +435,7 @@ class Drained(AboutRoom, frozen=True):
     """
 
     endpoint: EndpointName
-    writer: Count
+    writer: Writer
     after_failure: bool = False
     error: ShortText = ""
     reason: Reason = ""
@@ -455,10 +457,10 @@ class Gone(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """Decode to prefill, numbered: the rank's ring of staging memory was read up to this position."""
+    """Decode to prefill, numbered: the ring of staging memory was read up to this position; see `staging.rings`."""
 
-    epoch: Random
-    position: Count
+    epoch: Annotated[Random, msgspec.Meta(description="the ring's")]
+    position: Annotated[Count, msgspec.Meta(description="the watermark, in bytes")]
 
 
 class SpanReleased(Message, frozen=True):
@@ -469,10 +471,10 @@ class SpanReleased(Message, frozen=True):
     """
 
     endpoint: EndpointName
-    epoch: Random
-    start: Count
-    begin: Count
-    stop: Count
+    epoch: Annotated[Random, msgspec.Meta(description="the ring's")]
+    start: Annotated[Count, msgspec.Meta(description="where the span starts")]
+    begin: Annotated[Count, msgspec.Meta(description="where its bytes begin")]
+    stop: Annotated[Count, msgspec.Meta(description="where they end")]
     after_failure: bool = False
 
 
