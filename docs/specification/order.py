@@ -25,7 +25,7 @@ from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.links.rank_link import Send
 from kvferry.protocol.transfer.states import ReceiverState, SenderState
 from kvferry.protocol.wire import codec, messages
-from kvferry.protocol.wire.field_types import Message
+from kvferry.protocol.wire.field_types import Message, ProcessIdentity
 
 
 class _NoRings:
@@ -53,16 +53,23 @@ def of_link() -> dict[LinkState, tuple[str, ...]]:
     )
     attached = messages.Attached(endpoint=prefill_name(0), attempt=1, only_staged=True)
     opened = messages.OpenRoom(room=ROOM, generation=1, receivers=1, tokens=None, groups=())
+    aborted = messages.AbortRoom(room=ROOM, generation=1, reason="the client left")
     expected = messages.ExpectRooms(rooms=(ROOM,))
+    beside = ProcessIdentity(welcome(0, 1).process.machine, 1, 0)
     steps: tuple[Callable[[], list[Send]], ...] = (
         list,
         lambda: link.resolved((registration(0, 1),), 0.0),
         lambda: link.received(prefill_name(0), welcome(0, 1)),
-        lambda: [*link.received(prefill_name(0), attached), *link.send(0, opened), *link.tell(expected)],
+        lambda: [
+            *link.received(prefill_name(0), attached),
+            *link.send(0, opened),
+            *link.send_unnumbered(0, aborted),
+            *link.tell(expected),
+        ],
     )
     found: dict[LinkState, tuple[str, ...]] = {}
     for step in steps:
-        found[link.state] = _names([*step(), *link.ask(0.0)])
+        found[link.state] = _names([*step(), *link.ask(0.0), *link.ask_whether_gone(beside)])
     return found
 
 

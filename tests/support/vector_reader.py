@@ -29,13 +29,8 @@ def moves(vector: JSON) -> list[list[int]]:
     )
     joined: list[list[int]] = []
     for receiver, target, writer, source, size in copied:
-        row = [
-            writer,
-            *_within(vector["prefill"][writer], source),
-            receiver,
-            *_within(vector["decode"][receiver], target),
-            size,
-        ]
+        here, there = _within(vector["prefill"][writer], source), _within(vector["decode"][receiver], target)
+        row = [writer, *here, receiver, *there, size]
         if joined and _goes_on(joined[-1], row):
             joined[-1][6] += size
         else:
@@ -58,6 +53,25 @@ def _within(rank: JSON, address: int) -> tuple[int, int]:
         if begin <= address < begin + length:
             return number, address - begin
     raise ValueError(f"address {address} is in none of the regions {rank['regions']}")
+
+
+def regions(rank: JSON) -> list[list[int]]:
+    """The regions of a rank, by its layout."""
+    found: list[list[int]] = []
+    for begin, length in sorted(each for shard in rank["layout"]["shards"] for each in _extents(shard)):
+        if found and begin < sum(found[-1]):
+            found[-1][1] = max(sum(found[-1]), begin + length) - found[-1][0]
+        else:
+            found.append([begin, length])
+    return found
+
+
+def _extents(shard: JSON) -> Iterator[tuple[int, int]]:
+    page_tokens, num_pages, page_stride, token_stride = shard["paging"]
+    counts = [num_pages, page_tokens if token_stride else 1, *(stop - start for start, stop in shard["box"][1:])]
+    steps = zip(counts, [page_stride, token_stride, *shard["strides"]], strict=True)
+    last = sum((count - 1) * stride for count, stride in steps)
+    return ((address, last + BYTES[shard["component"]["dtype"]]) for address in shard["addresses"])
 
 
 # ---- elements -------------------------------------------------------------------------------------------------------

@@ -99,7 +99,7 @@ def test_an_example_means_the_same_to_this_release(example: dict[str, Any]):
 def test_the_order_and_the_states_are_those_of_the_machines():
     """Looked at by hand, once, against docs/design/protocol.md."""
     for line in (
-        "| READY | ready | OpenRoom (number 1), ExpectRooms, Ping |",
+        "| READY | ready | OpenRoom (number 1), AbortRoom, ExpectRooms, Ping, IsGone |",
         "| prefill | Drained | FAILED | FAILED |",
         "| `RefuseRoom` |  | BOOTSTRAPPING → FAILED |",
         "| `RoomVerified` | TRANSFERRING → SUCCEEDED | TRANSFERRING → SUCCEEDED<br>FAILED |",
@@ -110,7 +110,7 @@ def test_the_order_and_the_states_are_those_of_the_machines():
 # ---- layouts --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def validated() -> Any:
     """Checks a value against a definition of the schema."""
     jsonschema: Any = pytest.importorskip("jsonschema")
@@ -161,6 +161,8 @@ def test_what_is_no_layout_does_not(path: tuple[str | int, ...], wrong: Any, val
 def test_a_second_reader_comes_to_the_same_moves(name: str):
     vector = VECTORS[name]
     assert vector_reader.moves(vector) == vector["moves"]
+    for rank in (*vector["prefill"], *vector["decode"]):
+        assert vector_reader.regions(rank) == rank["regions"]
 
 
 def test_the_second_reader_is_short_and_shares_nothing_with_kvferry():
