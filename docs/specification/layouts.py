@@ -14,7 +14,7 @@ from kvferry.layout.component import BYTES_PER_ELEMENT
 @cache
 def vector_files() -> dict[str, str]:
     """Makes the files of all vectors, by name."""
-    return {f"{name}.json": as_text(made(name)) for name in CASES}
+    return {f"{name}.json": as_text(made(case)) for name, case in CASES.items()}
 
 
 def parts() -> dict[str, str]:

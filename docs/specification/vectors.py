@@ -44,16 +44,16 @@ class Case:
     room: int = 1
 
 
-def _heads(heads: int, dim: int, *names: str, **more: Any) -> tuple[Mapping[str, Any], ...]:
-    """Keys or values."""
+def heads_of(heads: int, dim: int, *names: str, **more: Any) -> tuple[Mapping[str, Any], ...]:
+    """Describes keys or values of all layers, if nothing else is said of them."""
     axes = {"head": heads, "dim": dim}
     common = {"layers": "all", "axes": axes, "dtype": "bfloat16", "tp_axis": "head"}
     return tuple({"name": name, **common, **more} for name in names)
 
 
 _HND = (PageOrder.HND, PageOrder.HND)
-_LATENT = {"name": "latent", "layers": "all", "axes": {"latent": 6}, "dtype": "bfloat16"}
-_STATE = {
+LATENT = {"name": "latent", "layers": "all", "axes": {"latent": 6}, "dtype": "bfloat16"}
+STATE = {
     "name": "state",
     "layers": [0, 2],
     "axes": {"head": 4, "key": 2, "value": 3},
@@ -71,24 +71,24 @@ _CONVOLUTION = {
 }
 
 CASES = {
-    "heads": Case("GQA, TP 2 to TP 4", 1, _heads(4, 4, "k", "v"), "tp=2", "tp=4", tokens=9),
+    "heads": Case("GQA, TP 2 to TP 4", 1, heads_of(4, 4, "k", "v"), "tp=2", "tp=4", tokens=9),
     "replicas": Case(
         "GQA with more ranks than heads, TP 4 to TP 2: one of two holders sends, by room",
         2,
-        _heads(2, 4, "k", "v"),
+        heads_of(2, 4, "k", "v"),
         "tp=4",
         "tp=2",
         room=7,
     ),
-    "uneven_heads": Case("6 heads, TP 4 to TP 3", 1, _heads(6, 2, "k"), "tp=4", "tp=3", orders=_HND),
+    "uneven_heads": Case("6 heads, TP 4 to TP 3", 1, heads_of(6, 2, "k"), "tp=4", "tp=3", orders=_HND),
     "order": Case(
-        "NHD to HND, TP 2 to TP 1", 1, _heads(2, 4, "k", "v"), "tp=2", "tp=1", orders=(PageOrder.NHD, PageOrder.HND)
+        "NHD to HND, TP 2 to TP 1", 1, heads_of(2, 4, "k", "v"), "tp=2", "tp=1", orders=(PageOrder.NHD, PageOrder.HND)
     ),
-    "larger_pages": Case("pages of 16 to pages of 64", 2, _heads(2, 4, "k", "v"), "", "", (16, 64), tokens=70),
+    "larger_pages": Case("pages of 16 to pages of 64", 2, heads_of(2, 4, "k", "v"), "", "", (16, 64), tokens=70),
     "smaller_pages": Case(
         "pages of 64 to pages of 16, HND to NHD, after a prefix that ends in a page",
         1,
-        _heads(2, 2, "k"),
+        heads_of(2, 2, "k"),
         "",
         "",
         (64, 16),
@@ -97,13 +97,13 @@ CASES = {
         prefix_tokens=37,
     ),
     "unlike_pages": Case(
-        "pages of 48 to pages of 32, which share units of 16", 1, _heads(1, 4, "k", "v"), "", "", (48, 32), tokens=90
+        "pages of 48 to pages of 32, which share units of 16", 1, heads_of(1, 4, "k", "v"), "", "", (48, 32), tokens=90
     ),
-    "latents": Case("MLA, TP 2 to TP 4: every rank holds all of it", 2, (_LATENT,), "tp=2", "tp=4", room=3),
+    "latents": Case("MLA, TP 2 to TP 4: every rank holds all of it", 2, (LATENT,), "tp=2", "tp=4", room=3),
     "stages": Case(
         "5 layers, stages of 2 and 3 to stages of 1 and 4, TP 1 to TP 2",
         5,
-        _heads(2, 4, "k"),
+        heads_of(2, 4, "k"),
         "stages=2+3",
         "tp=2,stages=1+4",
         orders=_HND,
@@ -112,8 +112,8 @@ CASES = {
         "full attention beside a window of 24 tokens, pages of 16 to pages of 32",
         2,
         (
-            *_heads(2, 2, "k", layers=[0]),
-            *_heads(2, 2, "window_k", layers=[1], window_tokens=24),
+            *heads_of(2, 2, "k", layers=[0]),
+            *heads_of(2, 2, "window_k", layers=[1], window_tokens=24),
         ),
         "tp=2",
         "tp=1",
@@ -124,7 +124,7 @@ CASES = {
     "states": Case(
         "recurrent and convolution state beside attention, TP 2 to TP 4",
         3,
-        (*_heads(2, 2, "k", layers=[1]), _STATE, _CONVOLUTION),
+        (*heads_of(2, 2, "k", layers=[1]), STATE, _CONVOLUTION),
         "tp=2",
         "tp=4",
         orders=_HND,
@@ -132,7 +132,7 @@ CASES = {
     "packed": Case(
         "packed pages, cut between heads alone, TP 1 to TP 2",
         2,
-        _heads(2, 4, "k", "v"),
+        heads_of(2, 4, "k", "v"),
         "",
         "tp=2",
         orders=(PageOrder.PACKED, PageOrder.PACKED),
@@ -140,7 +140,7 @@ CASES = {
     "context": Case(
         "context parallelism: a zigzag over 2 ranks to blocks of 4 tokens by turns over 3",
         1,
-        _heads(1, 4, "k"),
+        heads_of(1, 4, "k"),
         "cp=2:zigzag",
         "cp=3:interleaved:4",
         tokens=45,
@@ -148,7 +148,7 @@ CASES = {
     "whole_pages": Case(
         "context parallelism: whole pages to one rank",
         1,
-        _heads(1, 4, "k", "v"),
+        heads_of(1, 4, "k", "v"),
         "cp=3:contiguous:16",
         "",
         tokens=70,
@@ -156,10 +156,13 @@ CASES = {
 }
 
 
-def made(name: str) -> Vector:
-    """Plans a case."""
-    case = CASES[name]
-    description = {"name": name, "num_layers": case.layers, "components": case.components}
+def made(case: Case) -> Vector:
+    """Plans a case.
+
+    Raises:
+        KVFerryError: if no such sides can be, or they cannot exchange caches.
+    """
+    description = {"name": case.title, "num_layers": case.layers, "components": case.components}
     with TemporaryDirectory() as folder:
         config = Path(folder) / "config.json"
         config.write_text(json.dumps({"kvferry": description}))
