@@ -17,6 +17,7 @@ import msgspec
 
 from kvferry.errors import EngineContractError
 from kvferry.findings import Finding, error, good, warning
+from kvferry.loggers import logger_of
 
 _LONGEST_S = 300.0
 _ABOUT = "contract"
@@ -63,7 +64,7 @@ def main() -> None:
     """Compares, and prints a list of findings as a line of JSON."""
     module, _, name = sys.argv[1].partition(":")
     found: list[Finding] = []
-    logging.getLogger("kvferry").addHandler(_Heard(found))
+    logger_of("kvferry").addHandler(_Heard(found))
     try:
         getattr(importlib.import_module(module), name)()
     except EngineContractError as problem:
