@@ -1391,7 +1391,7 @@ CATALOGUE = (
     PlantedFault(
         "what has ended waits behind all chunks that were handed in before",
         "endpoint/prefill/room_actor.py",
-        "            self._run_queue.put(self, event.submitted_at)\n",
+        "            self._run_queue.put(self, _BEHIND_ENDS)\n",
         "            super()._line_up(event)\n",
         "tests/unit/endpoint/test_precedence.py",
     ),

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from itertools import pairwise
 
-from tests.support.engines import WAIT_S, Request, Requests
+from tests.support.engines import WAIT_S, Requests
 from tests.support.waiting import eventually
 
 from kvferry import TransferState
@@ -56,20 +56,18 @@ def test_actors_have_their_turns_in_the_order_in_which_they_are_due_and_a_worker
 
 def test_of_rooms_that_are_handed_in_at_once_each_ends_before_the_next_is_posted(pair: Callable[..., Requests]):
     """Else all of them end when the last one does."""
-    requests, all_are_in, looked = pair(workers=1, path="direct"), threading.Event(), threading.Event()
-
-    def opened(room: int) -> Request:
-        request = requests.new(room, 2)
-        requests.open_decode(request)
-        requests.open_prefill(request)
-        eventually("both sides have opened it", lambda: request.senders[0].state is TransferState.WAITING_FOR_INPUT)
-        return request
+    requests = pair(workers=1, path="direct")
+    first, *others = [requests.new(room, 1) for room in range(1, 6)]
+    for each in (first, *others):
+        requests.open_decode(each)
+        requests.open_prefill(each)
+        eventually("it is open", lambda each=each: each.senders[0].state is TransferState.WAITING_FOR_INPUT)
+    looked, all_are_in = threading.Event(), threading.Event()
 
     def holds_the_worker_up() -> bool:
         looked.set()
         return all_are_in.wait(WAIT_S)
 
-    first, *others = [opened(room) for room in range(1, 6)]
     first.senders[0].submit(first.source_pages[0], last=True, ready=holds_the_worker_up)
     assert looked.wait(WAIT_S)
     for each in others:
@@ -77,7 +75,6 @@ def test_of_rooms_that_are_handed_in_at_once_each_ends_before_the_next_is_posted
     all_are_in.set()
     for each in others:
         each.wait(WAIT_S)
-    stats = [each.senders[0].stats for each in others]
-    for one, following in pairwise(stats):
+    for one, following in pairwise(each.senders[0].stats for each in others):
         assert one.ended_at is not None
         assert one.ended_at <= following.writes[0].posted_at

@@ -28,6 +28,7 @@ from kvferry.protocol.transfer.events import (
     AbortRequested,
     Broke,
     ChunkSubmitted,
+    ReceiverLost,
     ReceiverMessage,
     ReceiverOpened,
     SendDrained,
@@ -36,6 +37,8 @@ from kvferry.protocol.transfer.events import (
     SendFinish,
     Tick,
     Write,
+    WriteDone,
+    WriteFailed,
     WriteProgressed,
 )
 from kvferry.protocol.transfer.room_table import RoomMessage
@@ -193,6 +196,13 @@ class ChunkReady:
 RoomEvent: TypeAlias = SenderEvent | HandedIn | ChunkReady | OpenReceived | PostNextPart | StagedPart | Admitted
 
 
+_ENDS = (WriteDone, WriteFailed, StagedPart, ReceiverMessage, ReceiverLost, AbortRequested, Broke)
+"""Events that begin nothing. They have their turns first, or all rooms would end when the last one does."""
+
+_BEHIND_ENDS = 1.0
+"""When everything else is due, in the order in which it came: an end is due at 0."""
+
+
 class AllRooms(Protocol):
     """What a room needs of whoever has all of them. May be called from any worker.
 
@@ -260,11 +270,10 @@ class RoomActor(Actor, SendingRoom[Worker]):
     def _line_up(self, event: RoomEvent) -> None:
         if isinstance(event, PostNextPart):
             self._gathering.put(self, event.due_at)
-        elif isinstance(event, HandedIn):
-            # Behind everything that is no chunk: what has ended is passed on before anything else is begun.
-            self._run_queue.put(self, event.submitted_at)
-        else:
+        elif isinstance(event, _ENDS):
             super()._line_up(event)
+        else:
+            self._run_queue.put(self, _BEHIND_ENDS)
 
     @property
     def state(self) -> TransferState:
