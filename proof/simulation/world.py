@@ -12,6 +12,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint
 from kvferry.errors import PeerDisconnectedError
 from kvferry.protocol.wire.field_types import ProcessIdentity
 from kvferry.protocol.wire.versions import SPOKEN, Versions
+from kvferry.transport import Transport
 from proof.simulated_transport import Notification, SimulatedHandle, SimulatedTransport, SimulatedWire
 from proof.simulation.adversary import RECOVERY_S, Adversary
 from proof.simulation.callers import Callers
@@ -127,7 +128,7 @@ class World(Universe):
             engine=engine.name,
             coordinates=pool.coordinates,
             settings=engine.settings,
-            transport=transport,
+            transport=self.moves_by(transport),
             platform=platform,
         )
         process = Process(name, engine.name, rank, life, self._pids, platform, pool, transport, endpoint, address)
@@ -138,6 +139,10 @@ class World(Universe):
         self.processes.append(process)
         self.threads_changed()
         self.note("%s starts on %s at %s", name, machine, address)
+
+    def moves_by(self, transport: SimulatedTransport) -> Transport:
+        """Returns what a rank's endpoint is given: in worlds that try another interface, one on top of its own."""
+        return transport
 
     def _spoken(self, life: str) -> Versions:
         """Returns which versions a life of a rank speaks: in some worlds some are of a release that is to come."""

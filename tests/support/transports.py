@@ -14,6 +14,8 @@ import pytest
 from _pytest.mark import ParameterSet
 from proof.device import FakeDevice, FakeResources
 from proof.simulated_transport import SimulatedHandle, SimulatedTransport, SimulatedWire
+from prototypes.sglang_transport import KVFerryTransport
+from tests.support.over_interface import OverInterface
 from tests.support.toy_transport import ToyConnection, ToyTransport
 from tests.support.waiting import PATIENCE_S
 
@@ -194,6 +196,13 @@ KINDS = {
         _mapped_breaks,
         joins=False,
         has_device=True,
+    ),
+    # What SGLang plans to ask of transports, and kvferry behind it.
+    "sglang": Kind(
+        OverInterface,
+        lambda kit, name: OverInterface(KVFerryTransport(lambda life: InProcessTransport(kit.network, name))),
+        replace(DEATH_AND_WHOLE_POSTS, fenced_by_deregistration=True),
+        joins=False,  # the interface does not say what became of neighbours
     ),
     "toy": Kind(ToyTransport, lambda kit, name: ToyTransport(name), breaks=_toy_breaks),
 }

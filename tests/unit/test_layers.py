@@ -104,9 +104,17 @@ def test_the_two_sides_of_an_endpoint_do_not_know_each_other():
         assert not {module for module in imports(file) if module.startswith("kvferry.endpoint.prefill")}
 
 
-def test_nothing_that_ships_needs_what_proves_it():
+def test_nothing_that_ships_needs_what_proves_it_or_what_is_planned():
     for file in PACKAGE.rglob("*.py"):
-        assert "proof" not in {module.split(".")[0] for module in imports(file)}, file.relative_to(ROOT)
+        assert not {module.split(".")[0] for module in imports(file)} & {"proof", "prototypes"}, file.relative_to(ROOT)
+
+
+def test_a_prototype_uses_what_others_may_and_a_planned_interface_nothing_of_ours():
+    files = {file.stem: file for file in (ROOT / "prototypes").glob("*.py")}
+    ours = {name: {module for module in imports(file) if module.startswith("kvferry")} for name, file in files.items()}
+    assert not ours["transport_interface"]
+    parts = {".".join(module.split(".")[:2]) for module in ours["sglang_transport"]}
+    assert parts <= {f"kvferry.{name}" for name in (*kvferry.__all__, "errors", "transport")} | {"kvferry"}
 
 
 def test_commands_need_nothing_that_tests_are_written_with():
@@ -117,7 +125,9 @@ def test_commands_need_nothing_that_tests_are_written_with():
 def test_no_imports_go_in_a_circle():
     """Also those that only types need."""
     files = {file: file.relative_to(PACKAGE.parent) for file in PACKAGE.rglob("*.py")}
-    files |= {file: file.relative_to(ROOT) for file in (ROOT / "proof").rglob("*.py")}
+    files |= {
+        file: file.relative_to(ROOT) for beside in ("proof", "prototypes") for file in (ROOT / beside).rglob("*.py")
+    }
     modules = {".".join(path.with_suffix("").parts): file for file, path in files.items()}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for module, file in modules.items():

@@ -1,0 +1,4 @@
+"""What kvferry would be beside interfaces that engines plan and have not built: in no wheel, and driven by tests.
+
+`transport_interface` is what SGLang's `make_transport()` is assumed to return, `sglang_transport` kvferry behind it.
+"""
