@@ -112,8 +112,8 @@ def test_nothing_that_ships_needs_what_proves_it_or_what_is_planned():
 def test_a_prototype_uses_what_others_may_and_a_planned_interface_nothing_of_ours():
     files = {file.stem: file for file in (ROOT / "prototypes").glob("*.py")}
     ours = {name: {module for module in imports(file) if module.startswith("kvferry")} for name, file in files.items()}
-    assert not ours["transport_interface"]
-    parts = {".".join(module.split(".")[:2]) for module in ours["sglang_transport"]}
+    assert not ours.pop("transport_interface") | ours.pop("self_describing_pools")
+    parts = {".".join(module.split(".")[:2]) for modules in ours.values() for module in modules}
     assert parts <= {f"kvferry.{name}" for name in (*kvferry.__all__, "errors", "transport")} | {"kvferry"}
 
 
