@@ -27,7 +27,14 @@ from tests.support import wrong_transports as wrong
 from tests.support.transports import until
 
 from kvferry import Settings
-from kvferry.errors import PeerDisconnectedError, RegistrationError, SettingsError, TransportError, UsageError
+from kvferry.errors import (
+    PeerDisconnectedError,
+    RegistrationError,
+    SettingsError,
+    TransportError,
+    TransportUnavailableError,
+    UsageError,
+)
 from kvferry.testing import InProcessNetwork, InProcessTransport
 from kvferry.transport import Copies, TransferHandle, TransferReport
 
@@ -284,18 +291,26 @@ def test_what_a_write_used_is_given_back_once_it_is_over_or_its_peer_is_closed(k
     ends.close()
 
 
-def test_the_setting_says_which_transport_moves_the_bytes():
-    settings = Settings(transport="tests.support.toy_transport:ToyTransport", host="127.0.0.1")
-    ends = Ends.of(lambda name: make_transport(settings, name, writes=name == "prefill"))
+@pytest.mark.parametrize("transport", ["tests.support.toy_transport:ToyTransport", "nixl", "mooncake"])
+def test_the_setting_says_which_transport_moves_the_bytes(transport: str):
+    settings = Settings(transport=transport, host="127.0.0.1")
+    try:
+        ends = Ends.of(lambda name: make_transport(settings, name, writes=name == "prefill"))
+    except TransportUnavailableError as missing:
+        pytest.skip(str(missing))
     handle = ends.submit()
     until("end of a write", lambda: ends.poll(handle) is DONE)
     assert not ends.is_untouched
-    assert until("event", ends.decode.moving.drain_events) == [(ends.prefill.moving.life, b"room 7, use 1, chunk 0")]
+    said: list[tuple[str, bytes]] = until("event", lambda: ends.poll(handle) and ends.decode.moving.drain_events())
+    assert said == [(ends.prefill.moving.life, b"room 7, use 1, chunk 0")]
     ends.close()
-    with pytest.raises(SettingsError, match="nowhere"):
-        make_transport(Settings(transport="nowhere"), "prefill", writes=True)
     with pytest.raises(UsageError, match="init"):
         _ = ends.prefill.moving.life
+
+
+def test_a_setting_that_names_no_transport_is_refused_with_its_value():
+    with pytest.raises(SettingsError, match="nowhere"):
+        make_transport(Settings(transport="nowhere"), "prefill", writes=True)
 
 
 # --- each of these is found where it is wrong
