@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 
@@ -22,6 +23,25 @@ class Share:
 
     start: int
     total: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateBlock:
+    """Neighbouring channels of recurrent state that ranks divide apart from others.
+
+    Attributes:
+        channels: how many there are over all ranks.
+        units: how many parts they can be cut into: heads, or groups. With fewer than ranks, several hold the same.
+    """
+
+    channels: int
+    units: int
+
+    def held(self, ranks: Share) -> range:
+        """Returns the channels that the rank of that number has."""
+        first, count = ranks.start * self.units // ranks.total, max(1, self.units // ranks.total)
+        width = self.channels // self.units
+        return range(first * width, (first + count) * width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +104,7 @@ class CacheView:
 def views_of_heads(
     pool: Any, *, heads: Share, layers: Share, prefix: str = "", group: str = "kv", window_tokens: int | None = None
 ) -> Iterator[CacheView]:
-    """Yields the views of a MHATokenToKVPool: keys, then values.
+    """Yields the views of a MHATokenToKVPool: keys, then values; nothing where the model has no such layers.
 
     Args:
         heads: its KV heads among those of the model in these layers.
@@ -92,6 +112,8 @@ def views_of_heads(
         prefix: what names begin with, for another pool of the same rank.
         window_tokens: how many tokens at a request's end it keeps.
     """
+    if not layers.total:
+        return
     item, held, tokens = pool.store_dtype.itemsize, pool.head_num, pool.page_size
     is_packed = pool.kv_cache_layout != "nhd"
     for name, buffers, dim in (("k", pool.k_buffer, pool.head_dim), ("v", pool.v_buffer, pool.v_head_dim)):
@@ -122,6 +144,52 @@ def views_of_latents(pool: Any, *, layers: Share, prefix: str = "", group: str =
     yield _paged(
         pool, pool.kv_buffer, axes, row_bytes=row, name=f"{prefix}latent", group=group, entry="token", layers=layers
     )
+
+
+def views_of_state(pool: Any, *, layers: Share, ranks: Share, blocks: Sequence[StateBlock]) -> Iterator[CacheView]:
+    """Yields the views of a MambaPool: of each block of each convolution, then of the state itself.
+
+    Args:
+        layers: its layers among those of this kind.
+        ranks: the rank's number, among those that divide the state.
+        blocks: what the channels of a convolution are made of.
+
+    Raises:
+        NotImplementedError: if it keeps something that every rank has whole.
+    """
+    kinds: list[tuple[str, int, list[Any]]] = []
+    before = 0
+    for field, tensor, axis, layer in pool._iter_transfer_state_entries():
+        if axis is None:
+            raise NotImplementedError(f"{field} of {type(pool).__name__} is not described")
+        if not kinds or layer <= before:  # all layers of one kind come before those of the next
+            kinds.append((field, axis, []))
+        kinds[-1][2].append(tensor)
+        before = layer
+    for number, (field, axis, tensors) in enumerate(kinds):
+        slots, *shape = tensors[0].shape
+        rows, channels, slot_bytes = prod(shape[:axis]), shape[axis], tensors[0][0].nbytes
+        row_bytes, width, at = slot_bytes // rows, slot_bytes // rows // channels, 0
+        of = blocks if field == "conv" else [StateBlock(channels * ranks.total, channels * ranks.total)]
+        for index, block in enumerate(of):
+            held = block.held(ranks)
+            yield CacheView(
+                name=f"state {number}" + (f", block {index}" if len(of) > 1 else ""),
+                group="state",
+                entry="request",
+                layers=layers,
+                addresses=tuple(each.data_ptr() + at * width for each in tensors),
+                axes=(
+                    CacheAxis("row", rows, 0, rows, row_bytes),
+                    CacheAxis("channel", block.channels, held.start, held.stop, width),
+                    _bytes(width),
+                ),
+                page_tokens=1,
+                num_pages=slots,
+                page_stride=slot_bytes,
+                token_stride=0,
+            )
+            at += len(held)
 
 
 def _paged(pool: Any, buffers: Sequence[Any], axes: Sequence[CacheAxis], *, row_bytes: int, **more: Any) -> CacheView:

@@ -258,34 +258,34 @@ class _Truth:
         """The channels of a convolution that this rank has, in its order."""
         found: list[int] = []
         first = 0
-        for units, width in self._blocks():
+        for units, width in state_blocks(self._configuration):
             found += [first + unit * width + each for unit in self._share(units) for each in range(width)]
             first += units * width
         return found
 
-    def _blocks(self) -> list[tuple[int, int]]:
-        """The blocks of a convolution: of how many units each, and how many channels one has."""
-        known = self._configuration
-        if "linear_num_key_heads" in known:
-            keys = (known["linear_num_key_heads"], known["linear_key_head_dim"])
-            return [keys, keys, (known["linear_num_value_heads"], known["linear_value_head_dim"])]
-        if "linear_attn_config" in known:
-            each = known["linear_attn_config"]
-            return [(each["num_heads"], each["head_dim"])] * 3
-        if "conv_L_cache" in known:
-            return [(known["hidden_size"], 1)]
-        if known["model_type"] in ("mamba", "falcon_mamba"):  # Mamba 1
-            return [(known["intermediate_size"], 1)]
 
-        def first(*names: str) -> int:
-            return next(int(known[name]) for name in names if name in known)
+def state_blocks(known: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """The blocks of a convolution: of how many units each, and how many channels one has."""
+    if "linear_num_key_heads" in known:
+        keys = (known["linear_num_key_heads"], known["linear_key_head_dim"])
+        return [keys, keys, (known["linear_num_value_heads"], known["linear_value_head_dim"])]
+    if "linear_attn_config" in known:
+        each = known["linear_attn_config"]
+        return [(each["num_heads"], each["head_dim"])] * 3
+    if "conv_L_cache" in known:
+        return [(known["hidden_size"], 1)]
+    if known["model_type"] in ("mamba", "falcon_mamba"):  # Mamba 1
+        return [(known["intermediate_size"], 1)]
 
-        heads, width = (
-            first("mamba_n_heads", "mamba_num_heads", "num_heads"),
-            first("mamba_d_head", "mamba_head_dim", "head_dim"),
-        )
-        groups, state = first("mamba_n_groups", "n_groups"), first("mamba_d_state", "ssm_state_size", "state_size")
-        return [(heads, width), (groups, state), (groups, state)]
+    def first(*names: str) -> int:
+        return next(int(known[name]) for name in names if name in known)
+
+    heads, width = (
+        first("mamba_n_heads", "mamba_num_heads", "num_heads"),
+        first("mamba_d_head", "mamba_head_dim", "head_dim"),
+    )
+    groups, state = first("mamba_n_groups", "n_groups"), first("mamba_d_state", "ssm_state_size", "state_size")
+    return [(heads, width), (groups, state), (groups, state)]
 
 
 def _write(target: torch.Tensor, name: str, axes: list[Any]) -> None:

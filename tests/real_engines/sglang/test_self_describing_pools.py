@@ -13,23 +13,22 @@ from typing import Any
 import pytest
 from prototypes import self_describing_pools
 from prototypes.described_layout import layout_of
-from prototypes.self_describing_pools import Share
+from prototypes.self_describing_pools import Share, StateBlock
 from sglang.srt.mem_cache import memory_pool, swa_memory_pool
-from tests.real_engines.sglang.built import Built, BuiltRank, Shape
+from tests.real_engines.sglang.built import Built, BuiltRank, Shape, state_blocks
 from tests.real_engines.sglang.test_families import exchanged
-from tests.support.families import ATTENTION
+from tests.support.families import FAMILIES as ALL_FAMILIES
 from tests.support.family_cells import Shape as FamilyShape
 from tests.support.model_family import Family
 
-from kvferry import Device, RankLayout
-from kvferry.engines.sglang.layouts import SHARE
+from kvferry import Device
 
 pytestmark = pytest.mark.timeout(120)
 
 PATCH = Path(__file__).parents[3] / "docs/upstream/sglang-pools.patch"
 FUTURE = "from __future__ import annotations\n"
 ADDED = ("set_shares", "get_cache_views")
-FAMILIES = [each for each in ATTENTION if each in exchanged(FamilyShape.TENSOR)]
+FAMILIES = [each for each in ALL_FAMILIES if each in exchanged(FamilyShape.TENSOR)]
 
 
 @pytest.fixture
@@ -60,30 +59,30 @@ def views(rank: BuiltRank, configuration: Any) -> list[self_describing_pools.Cac
     pool, place, named = rank.owner.tokens, rank.coordinates, {}
     heads = configuration.get("num_global_key_value_heads") or configuration["num_key_value_heads"]
     of_windows = configuration.get("swa_num_key_value_heads") or configuration["num_key_value_heads"]
-    pools = [(pool, heads)]
+    pools = [(getattr(pool, "full_kv_pool", pool), heads)]
     if isinstance(pool, swa_memory_pool.SWAKVPool):
-        pools = [(pool.full_kv_pool, heads), (pool.swa_kv_pool, of_windows)]
+        pools.append((pool.swa_kv_pool, of_windows))
         named = {"window_tokens": rank.owner.window}
+    states = getattr(rank.owner.requests, "mamba_pool", None)
+    if states is not None:
+        blocks = state_blocks(configuration) if any(each.numel() for each in states.mamba_cache.conv) else []
+        states.set_shares(
+            layers=Share(0, states.num_mamba_layers),
+            ranks=Share(place.tp_rank, place.tp_size),
+            blocks=[StateBlock(units * width, units) for units, width in blocks],
+        )
     for each, total in pools:
         share = Share(place.tp_rank * total // place.tp_size, total)
         each.set_shares(layers=Share(0, each.layer_num), heads=share)
-    return [*pool.get_cache_views(**named)]
-
-
-def has_unknown_heads(layout: RankLayout) -> bool:
-    return any(axis.name == SHARE for component in layout.components for axis in component.axes)
+    apart = [] if states is None or hasattr(pool, "mamba_pool") else [states]
+    return [*pool.get_cache_views(**named), *(view for each in apart for view in each.get_cache_views())]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_a_pool_says_what_the_plug_in_derives(family: Family, tmp_path: Path, patched: None):
     for tp in (1, 2):
         for rank in Built(family, tmp_path).engine(Shape(tp=tp)).values():
-            said = layout_of(views(rank, family.configuration), Device())
-            if has_unknown_heads(rank.layout):  # the pool knows more than the plug-in finds out
-                assert not has_unknown_heads(said)
-                assert said.regions() == rank.layout.regions()
-            else:
-                assert said == rank.layout
+            assert layout_of(views(rank, family.configuration), Device()) == rank.layout
 
 
 def test_what_a_pool_is_told_wrongly_is_found(tmp_path: Path, patched: None):
