@@ -10,6 +10,12 @@ SGLANG ?= sglang==0.5.23
 ENGINES ?= vllm sglang
 RELEASES ?= vllm sglang
 DEMO_FLAGS ?=
+# What is released: without a tag it is a rehearsal.
+TAG ?=
+# With which versions of what it depends on a release is tested: parts of `python -m tests.runs`.
+ENDS ?= lowest newest
+# Those extras of which both ends are tested: others have the same libraries for another CUDA, or are for our tests.
+EXTRAS := nixl mooncake demo draw etcd otel up
 OURS := .venv/bin/python
 INSTALLED := .venv/.installed
 COMPILED := src/kvferry/staging/blocks.so
@@ -20,7 +26,7 @@ ETCD := .etcd/usr/bin/etcd
 # Pip takes the value for what it does, not for what the name says.
 export PIP_NO_COMPILE := 0
 
-.PHONY: help demo test test-all check docs bench engines-contract environments clean
+.PHONY: help demo test test-all check docs bench engines-contract environments clean release-check
 
 help:
 	@echo "make demo      set up, then move a real model's cache between processes (DEMO_FLAGS='--prefill-tp 8')"
@@ -32,6 +38,7 @@ help:
 	@echo "make engines-contract  set up, then say what moved in the newest vLLM and SGLang (RELEASES='vllm==0.32.0 a.whl')"
 	@echo "make environments  set up what the others need: ours, real engines' (ENGINES='vllm sglang'), and etcd for tests"
 	@echo "make clean     remove all of that, and caches"
+	@echo "make release-check  build what is committed into dist/, check it, and test both ends of what it depends on (TAG=v0.1.0)"
 
 demo: $(INSTALLED) $(COMPILED)
 	$(OURS) -m kvferry demo $(DEMO_FLAGS)
@@ -62,8 +69,12 @@ engines-contract: $(INSTALLED)
 # Side by side with `make --jobs=3`: an installation waits for disks and archives more than for a core.
 environments: $(INSTALLED) $(ENGINES:%=.venv-%/.installed) $(ETCD)
 
+release-check: .venv-release/.installed $(ENDS:%=.venv-%/.installed)
+	.venv-release/bin/python -m release --tag "$(TAG)" --torch "$(TORCH)"
+	$(if $(ENDS),.venv-release/bin/python -m tests.runs $(ENDS))
+
 clean:
-	rm -rf .venv .venv-* .older .etcd .gpu-wheels .gpu-packages .gpu-contact site $(COMPILED) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-* .older .etcd .gpu-wheels .gpu-packages .gpu-contact site $(COMPILED) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist build
 
 $(INSTALLED): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
@@ -96,6 +107,24 @@ $(COMPILED): src/kvferry/staging/blocks.c | $(INSTALLED)
 	.venv-sglang/bin/python -m pip install --quiet --no-deps $(SGLANG)
 	.venv-sglang/bin/python -m pip install --quiet --requirement $(SGLANG_REQUIREMENTS)
 	.venv-sglang/bin/python -m pip install --quiet --editable ".[mooncake]" hypothesis pytest pytest-timeout pytest-xdist
+	@touch $@
+
+.venv-release/.installed: release/requirements.txt
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet --requirement $<
+	@touch $@
+
+# The lowest and the newest versions that pyproject.toml allows of what kvferry installs. Tools of the tests are the newest
+# that go with those, and torch is the one above at both ends: others would bring CUDA along.
+.venv-lowest/.installed: RESOLUTION := lowest-direct
+.venv-newest/.installed: RESOLUTION := highest
+.venv-lowest/.installed .venv-newest/.installed: pyproject.toml .venv-release/.installed
+	$(PYTHON) -m venv $(@D)
+	echo "$(TORCH)" > $(@D)/torch.txt
+	.venv-release/bin/uv pip compile --quiet --resolution $(RESOLUTION) --only-binary :all: --python $(@D)/bin/python \
+		$(EXTRAS:%=--extra %) --constraint $(@D)/torch.txt --output-file $(@D)/versions.txt pyproject.toml
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/versions.txt "$(TORCH)"
+	$(@D)/bin/python -m pip install --quiet --constraint $(@D)/versions.txt --editable ".[$$(echo $(EXTRAS) dev | tr ' ' ,)]"
 	@touch $@
 
 # Unpacked, not installed: the package would start a server.

@@ -20,6 +20,7 @@ OLDER = ROOT / ".older"
 """Where the versions are unpacked that came before the engines' newest, and serve as well."""
 
 OURS, VLLM, SGLANG = ".venv", ".venv-vllm", ".venv-sglang"
+LOWEST, NEWEST = ".venv-lowest", ".venv-newest"
 """Environments: real engines have their own, with dependencies of their choice. `make environments` sets them up."""
 
 # A process that crashes fails its test, and is not replaced: the others take over what it had left, where a
@@ -167,6 +168,11 @@ PARTS = {
             Run(f"--tier full {files(OF_SGLANG, 'older_version', 'unequal')}", SGLANG, STUBS, older="sglang==0.5.22"),
         ],
     ),
+    "lowest": Part(
+        "every layer, with the lowest versions that pyproject.toml allows (`make release-check`)",
+        [Run(ON_ALL_CORES, LOWEST)],
+    ),
+    "newest": Part("and with the newest", [Run(ON_ALL_CORES, NEWEST)]),
     "long": Part(
         "fresh seeds, searches from the first one on, and what takes hours; the engines' last",
         [

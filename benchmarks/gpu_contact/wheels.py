@@ -25,14 +25,14 @@ MOST_BYTES = 60 << 20
 NIXL = "nixl-cu{cuda}==1.5.1"
 KVFERRY = (
     "httpx>=0.27",
-    "msgspec>=0.19",
+    "msgspec>=0.21",
     "prometheus-client>=0.20",
-    "pydantic>=2.7",
+    "pydantic>=2.11",
     "pydantic-settings>=2.3",
     "pyzmq>=26",
     "rich>=13",
     "starlette>=0.40",
-    "typer>=0.15",
+    "typer>=0.18",
     "uvicorn>=0.30",
     "xxhash>=3.5",
 )

@@ -1,5 +1,5 @@
 # SGLang and its router with kvferry, for every container of deploy/kubernetes/sglang. In a clone of this repository:
-#   pip wheel --no-deps --wheel-dir dist .
+#   make release-check     # or, of what is not committed: pip wheel --no-deps --wheel-dir dist .
 #   docker build --file deploy/images/sglang.Dockerfile --tag kvferry-sglang:0.1.0 .
 ARG ENGINE=lmsysorg/sglang:v0.5.23
 FROM ${ENGINE}

@@ -1,5 +1,5 @@
 # vLLM with kvferry, for every container of deploy/kubernetes/vllm. In a clone of this repository:
-#   pip wheel --no-deps --wheel-dir dist .
+#   make release-check     # or, of what is not committed: pip wheel --no-deps --wheel-dir dist .
 #   docker build --file deploy/images/vllm.Dockerfile --tag kvferry-vllm:0.1.0 .
 ARG ENGINE=vllm/vllm-openai:v0.32.0
 FROM ${ENGINE}

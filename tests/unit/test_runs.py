@@ -55,14 +55,14 @@ def test_nobody_takes_tests_for_run_that_need_a_gpu_and_have_none():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_a_person_types_eight_targets_and_make_names_them():
+def test_a_person_types_eight_targets_and_those_of_a_release_and_make_names_them():
     targets = re.search(r"^\.PHONY: help (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert targets is not None
     said = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert sorted(re.findall(r"^make (\S+)", said, re.MULTILINE)) == sorted(targets[1].split())
-    assert len({*targets[1].split()} - {"engines-contract"}) == 8
+    assert len({*targets[1].split()} - {"engines-contract", "release-check"}) == 8
 
 
 def test_make_test_all_is_made_of_all_parts_but_those_that_have_no_end_or_need_more():
     (parts,) = re.findall(r"tests\.runs (full .*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(PARTS) - set(parts.split()) == {"quick", "engines", "older", "long", "gpu"}
+    assert set(PARTS) - set(parts.split()) == {"quick", "engines", "older", "lowest", "newest", "long", "gpu"}
