@@ -15,6 +15,8 @@ from collections.abc import Callable, Collection
 from math import inf
 from typing import SupportsIndex
 
+import numpy as np
+
 from kvferry.addresses import with_found_address
 from kvferry.errors import (
     EndpointClosedError,
@@ -108,7 +110,8 @@ def checked_room(room: SupportsIndex) -> int:
         UsageError: if it is no integer in [0, 2**63); NumPy's are integers too.
     """
     try:
-        number = -1 if isinstance(room, bool) else operator.index(room)
+        # NumPy's truth is an integer to releases of it before 2.3.
+        number = -1 if isinstance(room, (bool, np.bool_)) else operator.index(room)
     except TypeError:
         number = -1
     if not 0 <= number < _ROOM_LIMIT:
