@@ -13,7 +13,7 @@ from pathlib import PurePath
 import httpx
 
 from proof.engine_contracts.archives import client, opened
-from proof.engine_contracts.index import PYPI, Release, release, version_of
+from proof.engine_contracts.index import Release, of_pip, release, version_of
 from proof.engine_contracts.page import Report, Verdict, plugins, report
 from proof.engine_contracts.sources import Sources
 
@@ -53,7 +53,7 @@ def checked(wanted: str, http: httpx.Client, index: str) -> tuple[Report, str]:
         found = Release(version_of(name), wanted)
     else:
         distribution, _, version = wanted.partition("==")
-        found = release(http, distribution, version, index)
+        found = release(http, distribution, version, index=index)
     with opened(found.where, package, http) as read:
         return report(plugins()[package], found.version, Sources(read)), found.where
 
@@ -68,7 +68,7 @@ def main() -> None:
         metavar="RELEASE",
         help="vllm or sglang for the newest on the index, vllm==0.32.0, or the path or address of a wheel or an sdist",
     )
-    parser.add_argument("--index", default=PYPI, help="the address of a package index's simple API (%(default)s)")
+    parser.add_argument("--index", default=of_pip(), help="the address of a package index's simple API (%(default)s)")
     given = parser.parse_args()
     verdicts = []
     with client() as http:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from contextlib import suppress
 from dataclasses import dataclass
 from urllib.parse import urljoin
@@ -11,7 +12,6 @@ import msgspec
 from packaging.utils import InvalidSdistFilename, InvalidWheelFilename, parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
-PYPI = "https://pypi.org/simple/"
 _JSON = "application/vnd.pypi.simple.v1+json"
 
 
@@ -52,7 +52,13 @@ def version_of(filename: str) -> str:
         raise ValueError(f"{filename}: neither a wheel nor an sdist by its name ({error})") from error
 
 
-def release(http: httpx.Client, distribution: str, version: str = "", index: str = PYPI) -> Release:
+def of_pip() -> str:
+    """Returns the address of the package index that pip asks where nobody tells it another one."""
+    address: str = importlib.import_module("pip._internal.models.index").PyPI.simple_url
+    return f"{address}/"
+
+
+def release(http: httpx.Client, distribution: str, version: str = "", *, index: str) -> Release:
     """Looks a release up.
 
     Args:

@@ -218,10 +218,10 @@ def test_the_newest_release_is_the_one_that_pip_would_take():
     with server.client as http:
         found = release(http, "made", index="https://index/simple/")
         assert (found.version, found.where) == ("1.10", "https://index/files/made-1.10-py3-none-any.whl")
-        assert release(http, "made", "1.9", "https://index/simple/").where.endswith("made-1.9.tar.gz")
-        assert release(http, "made", "2.0rc1", "https://index/simple/").version == "2.0rc1"
+        assert release(http, "made", "1.9", index="https://index/simple/").where.endswith("made-1.9.tar.gz")
+        assert release(http, "made", "2.0rc1", index="https://index/simple/").version == "2.0rc1"
         with pytest.raises(LookupError, match="has no release 3 of made"):
-            release(http, "made", "3", "https://index/simple/")
+            release(http, "made", "3", index="https://index/simple/")
 
 
 @pytest.mark.parametrize(
