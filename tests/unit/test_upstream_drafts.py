@@ -71,6 +71,6 @@ def test_what_is_deleted_is_there_and_adds_up():
 
 def test_prototypes_are_in_no_wheel():
     assert Path(prototypes.__file__).parent == ROOT / "prototypes"
-    wheel = re.search(r"targets.wheel\]\npackages = (.*)", (ROOT / "pyproject.toml").read_text())
+    wheel = re.search(r"targets.wheel\]\n[^\[]*packages = (.*)", (ROOT / "pyproject.toml").read_text())
     assert wheel is not None
     assert wheel[1] == '["src/kvferry"]'
