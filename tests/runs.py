@@ -26,6 +26,8 @@ LOWEST, NEWEST = ".venv-lowest", ".venv-newest"
 # A process that crashes fails its test, and is not replaced: the others take over what it had left, where a
 # replacement waits for ever.
 ON_ALL_CORES = "-n auto --dist loadscope --no-loadscope-reorder --max-worker-restart=0"
+# With small budgets tests wait for deadlines more than for a core: on two, six processes take 262 s where two take 366.
+MORE_THAN_CORES = ON_ALL_CORES.replace("auto", str(len(os.sched_getaffinity(0)) + 4))
 # An engine's own classes wait for deadlines more than for a core. Its servers wait for cores: on two, those of both
 # engines at once would take longer, and starve each other until tests fail.
 SIDE_BY_SIDE = "-n auto --dist worksteal -m 'not servers'"
@@ -144,7 +146,7 @@ class Part:
 
 
 PARTS = {
-    "quick": Part("every layer, with small budgets (`make test`)", [Run(ON_ALL_CORES)]),
+    "quick": Part("every layer, with small budgets (`make test`)", [Run(MORE_THAN_CORES)]),
     "full": Part("every layer, with larger budgets and what takes longer", [Run(f"{ON_ALL_CORES} --tier full")]),
     "transport": Part(
         "processes over another transport than NIXL: the one of KVFERRY_TRANSPORT, Mooncake if there is none",
@@ -170,9 +172,9 @@ PARTS = {
     ),
     "lowest": Part(
         "every layer, with the lowest versions that pyproject.toml allows (`make release-check`)",
-        [Run(ON_ALL_CORES, LOWEST)],
+        [Run(MORE_THAN_CORES, LOWEST)],
     ),
-    "newest": Part("and with the newest", [Run(ON_ALL_CORES, NEWEST)]),
+    "newest": Part("and with the newest", [Run(MORE_THAN_CORES, NEWEST)]),
     "long": Part(
         "fresh seeds, searches from the first one on, and what takes hours; the engines' last",
         [
