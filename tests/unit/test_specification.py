@@ -11,6 +11,7 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from packaging.version import Version
 from tests.support import vector_reader
 from tests.support.clones import ROOT, docs_program
 
@@ -28,12 +29,16 @@ DECODERS: dict[Any, Any] = {
     messages.Notification: codec.decode_notification,
 }
 PAGE = (FOLDER / "messages.md").read_text()
+SCHEMA_OF = Version("0.23")
+"""The msgspec whose words the schema has: older ones say nothing of keys, and too much of arrays with defaults."""
 
 
 def test_no_file_has_fallen_behind():
     made = docs_program("generate").specification_files()
     kept = {str(file.relative_to(FOLDER)) for file in FOLDER.rglob("*.*") if file.suffix in (".md", ".json")}
     assert kept == set(made), "a file that is not made any more, or `make docs` was not run"
+    if Version(msgspec.__version__) < SCHEMA_OF:
+        del made["layout.schema.json"]  # what it allows is tested below
     assert [name for name, text in made.items() if (FOLDER / name).read_text() != text] == [], "run `make docs`"
 
 
