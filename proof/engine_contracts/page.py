@@ -146,8 +146,8 @@ def report(plugin: Plugin, version: str, code: Sources) -> Report:
         moved=changed(only_read=True),
         lacking=tuple((does, text) for does, part in plugin.parts for text in (*part.broken(code), *part.moved(code))),
         counts=(
-            sum(not line.is_only_read for line in contract.lines),
-            sum(line.is_only_read for line in contract.lines),
+            sum(not isinstance(line, Mentions) for line in contract.lines),
+            sum(isinstance(line, Mentions) for line in contract.lines),
         ),
         modules=len(code.modules),
         was_tried=version.partition("+")[0] in plugin.tried,
@@ -156,7 +156,7 @@ def report(plugin: Plugin, version: str, code: Sources) -> Report:
 
 def _elsewhere(line: Line, code: Sources) -> str:
     """Returns which other functions speak of what a function does not any more: of its module, or else of any."""
-    if not isinstance(line, (Uses, Mentions)):
+    if not isinstance(line, Uses):
         return ""
     module = line.where.partition(":")[0]
     try:

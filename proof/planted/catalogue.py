@@ -1124,7 +1124,7 @@ CATALOGUE = (
     PlantedFault(
         "what was merely read in an engine stops the server",
         "engines/contract.py",
-        "if line.is_only_read == only_read and",
+        "if isinstance(line, Mentions) == only_read and",
         "if not only_read and",
         "tests/unit/engines/test_contract.py",
     ),

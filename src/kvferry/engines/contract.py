@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from kvferry.engines.engine_code import EngineCode, Imported, MissingError
 from kvferry.errors import EngineContractError
@@ -38,10 +38,7 @@ class Line(Protocol):
     Attributes:
         where: its name, as `EngineCode` has it.
         needed_for: what the plug-in needs it for.
-        is_only_read: whether nothing of the plug-in's goes by it when it runs.
     """
-
-    is_only_read: ClassVar[bool]
 
     @property
     def where(self) -> str: ...
@@ -66,8 +63,6 @@ class Present:
     where: str
     needed_for: str
 
-    is_only_read: ClassVar[bool] = False
-
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
         code.check(self.where)
@@ -85,8 +80,6 @@ class Signature:
     where: str
     parameters: str
     needed_for: str
-
-    is_only_read: ClassVar[bool] = False
 
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
@@ -109,8 +102,6 @@ class Call:
     positional: int
     keywords: tuple[str, ...]
     needed_for: str
-
-    is_only_read: ClassVar[bool] = False
 
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
@@ -136,8 +127,6 @@ class Members:
     members: Mapping[str, object]
     needed_for: str
     and_no_others: bool = False
-
-    is_only_read: ClassVar[bool] = False
 
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
@@ -165,8 +154,6 @@ class Fields:
     names: tuple[str, ...]
     needed_for: str
 
-    is_only_read: ClassVar[bool] = False
-
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
         found = code.fields(self.where)
@@ -188,8 +175,6 @@ class Attributes:
     names: tuple[str, ...]
     needed_for: str
     and_no_others: bool = False
-
-    is_only_read: ClassVar[bool] = False
 
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
@@ -213,8 +198,6 @@ class Inherits:
     base: str
     needed_for: str
 
-    is_only_read: ClassVar[bool] = False
-
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
         if code.is_subclass(self.where, self.base):
@@ -237,36 +220,19 @@ class Uses:
     names: tuple[str, ...]
     needed_for: str
 
-    is_only_read: ClassVar[bool] = False
-
     def difference(self, code: EngineCode) -> str | None:
         """See `Line.difference`."""
-        return _unused(self.where, self.names, code)
+        found = code.names_in(self.where)
+        gone = [name for name in self.names if name not in found]
+        return f"{self.where} does not use {', '.join(gone)} any more" if gone else None
 
 
 @dataclass(frozen=True, slots=True)
-class Mentions:
+class Mentions(Uses):
     """A function of the engine's whose code was read once, and spoke of these names: what made its authors sure.
 
-    Attributes:
-        names: the names.
+    Nothing of the plug-in's goes by it when it runs.
     """
-
-    where: str
-    names: tuple[str, ...]
-    needed_for: str
-
-    is_only_read: ClassVar[bool] = True
-
-    def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
-        return _unused(self.where, self.names, code)
-
-
-def _unused(where: str, names: Iterable[str], code: EngineCode) -> str | None:
-    found = code.names_in(where)
-    gone = [name for name in names if name not in found]
-    return f"{where} does not use {', '.join(gone)} any more" if gone else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +276,7 @@ class Contract:
         """
         code = code or Imported()
         for line in self.lines:
-            if line.is_only_read == only_read and (text := _difference(line, code)) is not None:
+            if isinstance(line, Mentions) == only_read and (text := _difference(line, code)) is not None:
                 yield line, f"{text} ({line.needed_for})"
 
 
@@ -365,7 +331,7 @@ def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) 
             engine,
             version,
             tried,
-            sum(not line.is_only_read for line in contract.lines),
+            sum(not isinstance(line, Mentions) for line in contract.lines),
         )
     return contract
 
