@@ -123,6 +123,8 @@ class Inspector:
         self._sent: dict[tuple[Line, bool, int], int] = {}  # by line, way and epoch the last number
         self._held_up: list[str] = []  # what was sent again, or waited for a heartbeat, and need not have
         self._posted_at: dict[SimulatedHandle, float] = {}
+        # By the two processes, when a write between them was last on its way that should have ended.
+        self._overdue_at: dict[tuple[Process, Process], float] = {}
         self._about: dict[SimulatedHandle, Notification] = {}  # what each write notifies its receiver of
 
     def look(self, process: Process) -> None:
@@ -334,6 +336,7 @@ class Inspector:
         if self._is_anyone_out_of_reach():
             self._all_in_reach_since = self._world.now
         if self._is_told_soon:
+            self._note_overdue()
             self._check_told()
         for side in self._open_sides():
             transfer = side.transfer
@@ -354,13 +357,23 @@ class Inspector:
                     f"{transfer.state.value}, against the table",
                 )
 
+    def _note_overdue(self) -> None:
+        """A decode rank is given up with the first write that is overdue, and connects anew once all have ended."""
+        for transfer in self._world.wire.transfers:
+            if transfer.is_orphan:
+                continue  # its post raised: `kept_until` goes on for long enough
+            source, target = self._world.process_of(transfer.source), self._world.process_of(transfer.target)
+            if source.platform.now() - self._posted_at[transfer] > WAITS.write_s:
+                self._overdue_at[source, target] = self._world.now
+
     def _check_told(self) -> None:
-        """When a side has failed, no rank of the other side goes on for long."""
-        kept_until = self._adversary.kept_until
+        """When a side has failed, no rank of the other side goes on for long, once the two can speak."""
+        kept_until, overdue_at = self._adversary.kept_until, self._overdue_at
         for request in self._world.requests:
             pairs = product((side.process for side in request.senders), (side.process for side in request.receivers))
+            apart_until = (max(kept_until.get(both, 0.0), overdue_at.get(both, 0.0)) for both in pairs)
             awake_since = (side.process.awake_since for side in request.sides)
-            connected_by = max(*(kept_until.get(both, 0.0) for both in pairs), *awake_since)
+            connected_by = max(*apart_until, *awake_since)
             failed = {
                 True: [side.failed_at for side in request.senders if side.failed_at is not None],
                 False: [side.failed_at for side in request.receivers if side.failed_at is not None],
