@@ -5,7 +5,7 @@ computes for a few milliseconds, then takes page numbers from its free list and 
 
 * idle: nothing else is on its way;
 * busy: earlier requests are, several at a time, of all sizes; where none was left at that moment, it does not count;
-* synchronous: the baseline, which returns when the bytes have moved.
+* synchronous: the baseline, a caller that waits after each submit until the bytes have moved.
 
 Prints the median and the 99th percentile of the caller's time in microseconds, and how many times longer the
 synchronous path blocks the caller than the asynchronous one does, idle, by the medians. With --json, the same as JSON;
@@ -55,11 +55,6 @@ def all_rooms() -> list[Room]:
     return [(number, mode, pages) for number, (mode, pages) in enumerate(rooms)]
 
 
-def engine_of(mode: str) -> str:
-    """The prefill engine whose endpoint is measured."""
-    return "synchronous" if mode == "synchronous" else "asynchronous"
-
-
 def pool() -> tuple[np.ndarray, kf.RankLayout]:
     """One layer with pages of 2 KiB: the memory, which must outlive the endpoint, and its layout."""
     (component, _) = kf.attention_components(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16")
@@ -85,25 +80,24 @@ def receive(connection: multiprocessing.connection.Connection) -> None:
     """The decode process: opens every room some time before it is sent."""
     memory, layout = pool()
     with kf.DecodeEndpoint(layout, settings=kf.Settings(registry_url=connection.recv())) as decode:
-        for engine in ("asynchronous", "synchronous"):
-            decode.connect(engine)
+        decode.connect("prefill")
         rooms, opened = all_rooms(), []
         for index in range(len(rooms) + 2 * IN_FLIGHT):
             if index < len(rooms):
-                number, mode, pages = rooms[index]
-                opened.append(decode.open(number, chosen_pages(pages), engine=engine_of(mode)))
+                number, _, pages = rooms[index]
+                opened.append(decode.open(number, chosen_pages(pages), engine="prefill"))
             if index >= 2 * IN_FLIGHT:
                 opened[index - 2 * IN_FLIGHT].wait(60)
     del memory
 
 
-def submit_times(endpoints: dict[str, kf.PrefillEndpoint]) -> dict[tuple[str, int], list[float]]:
+def submit_times(prefill: kf.PrefillEndpoint) -> dict[tuple[str, int], list[float]]:
     """Sends every room; the caller's seconds, by what was measured and the number of pages."""
     taken: dict[tuple[str, int], list[float]] = {(mode, pages): [] for mode in MODES for pages in CHUNK_PAGES}
     free_pages = chosen_pages(POOL_PAGES)
     senders: list[kf.Sender] = []
     for number, mode, pages in all_rooms():
-        sender = endpoints[engine_of(mode)].open(number)
+        sender = prefill.open(number)
         for earlier in senders if mode != "busy" else senders[: -IN_FLIGHT + 1]:
             earlier.wait(60)
         senders = [earlier for earlier in senders if not earlier.state.is_final]
@@ -115,6 +109,8 @@ def submit_times(endpoints: dict[str, kf.PrefillEndpoint]) -> dict[tuple[str, in
         is_alone = all(earlier.state.is_final for earlier in senders)
         start = time.perf_counter()
         sender.submit(chosen, last=True)
+        while mode == "synchronous" and not (sender.is_at_rest or sender.state.is_final):
+            time.sleep(1e-4)
         seconds = time.perf_counter() - start
         senders.append(sender)
         if mode != "busy" or not is_alone:
@@ -166,16 +162,14 @@ def main() -> None:
     receiver = context.Process(target=receive, args=(theirs,))
     receiver.start()
     memory, layout = pool()
-    with kf.PrefillEndpoint(layout, engine="asynchronous", settings=kf.Settings(registry_port=0)) as prefill:
-        synchronous = kf.Settings(registry_url=prefill.registry_url, synchronous=True)
-        with kf.PrefillEndpoint(layout, engine="synchronous", settings=synchronous, host_registry=False) as baseline:
-            ours.send(prefill.registry_url)
-            taken = submit_times({"asynchronous": prefill, "synchronous": baseline})
-            if is_json:
-                print(as_json(taken))
-            else:
-                show(taken)
-            receiver.join(30)
+    with kf.PrefillEndpoint(layout, engine="prefill", settings=kf.Settings(registry_port=0)) as prefill:
+        ours.send(prefill.registry_url)
+        taken = submit_times(prefill)
+        if is_json:
+            print(as_json(taken))
+        else:
+            show(taken)
+        receiver.join(30)
     del memory
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import pickle
 import re
 import traceback
@@ -105,6 +106,16 @@ def test_an_unknown_setting_is_refused(monkeypatch: pytest.MonkeyPatch):
     assert "no such setting; docs/settings.md lists all" in refusal(zzz=1)
     monkeypatch.setenv("KVFERRY_WOKERS", "3")
     assert Settings() == Settings(), "another version's variable: `kvferry doctor` tells of it"
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "docs", "examples", "proof", "prototypes"])
+def test_who_makes_settings_in_this_tree_names_ones_that_there_are(folder: str):
+    """Types do not say it, and much of this runs in no test."""
+    for file in (Path(__file__).parents[2] / folder).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "Settings":
+                named = {keyword.arg for keyword in node.keywords if keyword.arg is not None}
+                assert named <= all_fields().keys(), f"{file}:{node.lineno}"
 
 
 def test_what_one_part_is_told_goes_wherever_the_settings_go(monkeypatch: pytest.MonkeyPatch):
