@@ -52,13 +52,28 @@ REGISTRATION = RankRegistration(
     started_at=0.0,
     protocol_version=3,
 )
-ANSWERS: list[tuple[type[Any], Any]] = [
-    (Lease, Lease(lease_s=10.0)),
-    (EngineView, EngineView(engine="prefill", registrations=(REGISTRATION,), world_size=2, complete=False)),
-    (EngineList, EngineList(engines=())),
-    (Health, Health(version="0.1.0", api_version=1, uptime_s=5.0)),
-    (Problem, Problem(error="PageError", message="no reason")),
+ANSWERS: list[tuple[Callable[[RegistryClient], Any], Any]] = [
+    (lambda client: client.grant(REGISTRATION), Lease(lease_s=10.0)),
+    (
+        lambda client: client.engine("prefill"),
+        EngineView(engine="prefill", registrations=(REGISTRATION,), world_size=2, complete=False),
+    ),
+    (RegistryClient.engines, EngineList(engines=())),
+    (RegistryClient.health, Health(version="0.1.0", api_version=1, uptime_s=5.0)),
+    (RegistryClient.health, Problem(error="PageError", message="no reason")),
 ]
+"""What a registry is asked, and what it answers."""
+
+
+class _Answered(RegistryClient):
+    """A client of whatever gives one answer."""
+
+    def __init__(self, answer: Answer) -> None:
+        super().__init__("http://127.0.0.1:1")
+        self.answer = answer
+
+    def exchange(self, method: str, path: str, **arguments: Any) -> Answer:
+        return self.answer
 
 
 _INNER: dict[Any, Any] = {
@@ -79,12 +94,11 @@ class Decoders:
     """Every decoder, with the errors that it says it raises."""
 
     def __init__(self, corpus: Corpus) -> None:
-        self._client = RegistryClient("http://127.0.0.1:1")
         self._layouts = [each.layout for each in corpus.messages if isinstance(each, messages.Welcome)]
         regions = self._layouts[0].regions()
         self.metadata = tree_of(PeerMetadata(name="hostile-0", device=Device(), regions=regions, private=b"private"))
         self.registration = tree_of(REGISTRATION)
-        self.answers = [(msgspec.json.Decoder(kind), tree_of(answer)) for kind, answer in ANSWERS]
+        self.answers = [(ask, tree_of(answer)) for ask, answer in ANSWERS]
         self.slowest_s = 0.0
         self.accepted = 0
 
@@ -151,11 +165,11 @@ class Decoders:
         body = as_json(mutator.changed(self.registration))
         for data in (body, mutator.damaged(body)):
             self.feed(_decode_registration, data, MessageError, ConfigurationError)
-        decoder, answer = chance.choice(self.answers)
+        ask, answer = chance.choice(self.answers)
         body = as_json(mutator.changed(answer))
         for data in (body, mutator.damaged(body)):
             for status in (200, 400):
-                self.feed(lambda given: self._client._answer(Answer(status, given), decoder), data, RegistryError)  # noqa: B023
+                self.feed(lambda given: ask(_Answered(Answer(status, given))), data, RegistryError)  # noqa: B023
         return 14
 
 

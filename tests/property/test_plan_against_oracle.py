@@ -392,10 +392,10 @@ def _one_holder_never(piece: Piece, room: int, receiver: int) -> int:
     return writer if len(piece.holders) == 1 or writer != piece.holders[-1] else -1
 
 
-def _cut_by(change: Callable[[list[Piece]], list[Piece]]) -> Plant:
+def _cut_by(change: Callable[[tuple[Piece, ...]], tuple[Piece, ...]]) -> Plant:
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
-        right = SourceGroup._cut
-        monkeypatch.setattr(SourceGroup, "_cut", lambda *args: change(right(*args)))
+        right = SourceGroup.pieces_for
+        monkeypatch.setattr(SourceGroup, "pieces_for", lambda *args: change(right(*args)))
 
     return plant
 
@@ -595,7 +595,7 @@ FAULTS: dict[str, Plant] = {
     "a dropped writer": _elected_by(_one_holder_never),
     "swapped intervals": _bases_by(_from_the_other_end, _distance),
     "a dropped piece": _cut_by(lambda cut: cut[:-1]),
-    "a piece twice": _cut_by(lambda cut: [*cut, cut[0]]),
+    "a piece twice": _cut_by(lambda cut: cut + cut[:1]),
     "a token of the next owner": _share_method("ranges", _next_owner),
     "a local position off by one": _share_method("local", _local_off_by_one),
     "a unit off by one at the receiver": _units_by(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from prototypes.sglang_transport import KVFerryTransport, Peer, Write
@@ -118,7 +118,10 @@ class SaysItAgain(KVFerryTransport):
 class LosesLists(KVFerryTransport):
     """Does not give back what a write used."""
 
-    def _moving(self) -> Transport:
-        moving = super()._moving()
-        moving.release_list = lambda prepared: None  # type: ignore[method-assign]
-        return moving
+    def __init__(self, make: Callable[[int], Transport]) -> None:
+        def losing(life: int) -> Transport:
+            made = make(life)
+            made.release_list = lambda prepared: None  # type: ignore[method-assign]
+            return made
+
+        super().__init__(losing)

@@ -19,6 +19,7 @@ from tests.support.statuses import WELL
 from tests.support.waiting import eventually
 from typer.testing import CliRunner, Result
 
+from kvferry import answers
 from kvferry.applications import drain
 from kvferry.applications.doctor import others
 from kvferry.applications.top import asking
@@ -151,14 +152,14 @@ def test_an_endpoint_that_cannot_be_found_for_a_moment_has_not_left(
 ):
     requests = made()
     requests.open_decode(requests.new(1))
-    ask = drain._Endpoint._ask
+    request = answers.request
 
-    def lost_for_a_moment(target: drain._Endpoint, method: str, page: str, expected: int) -> drain._Seen:
+    def lost_for_a_moment(*where: Any, method: str, **arguments: Any) -> answers.Answer:
         if method == "GET":
             raise httpx.ConnectError("[Errno -3] Temporary failure in name resolution")
-        return ask(target, method, page, expected)
+        return request(*where, method=method, **arguments)
 
-    monkeypatch.setattr(drain._Endpoint, "_ask", lost_for_a_moment)
+    monkeypatch.setattr(drain, "request", lost_for_a_moment)
     said = run(monkeypatch, requests, str(requests.decode.endpoints[0].observe_url), "--timeout", "0")
     assert said.exit_code == 1
     assert "does not answer: [Errno -3]" in said.output

@@ -29,6 +29,7 @@ from tests.support.registries import counted_registrations
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry import __version__
+from kvferry.control.http_clients import Listener
 from kvferry.control.registry import Grant
 from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
@@ -161,12 +162,20 @@ class TestServerAndClient:
         with RegistryClient(server.url) as client:
             assert client.engine("prefill").registrations == tuple(accepted)
 
-    def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(self):
+    def test_an_answer_does_not_wait_for_a_delayed_acknowledgement(self, monkeypatch: pytest.MonkeyPatch):
         """It takes 1 to 2 ms (`benchmarks/registry.py`); with Nagle's algorithm at work it took 44."""
-        with RegistryServer(port=0)._listen() as listener, socket.create_connection(listener.getsockname()):
-            accepted, _ = listener.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        accept, without_delay = Listener.accept, []
+
+        def noted(listener: Listener) -> tuple[socket.socket, object]:
+            accepted, address = accept(listener)
+            without_delay.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+            return accepted, address
+
+        monkeypatch.setattr(Listener, "accept", noted)
+        with RegistryServer(port=0) as server, RegistryClient(server.url) as client:
+            client.health()
+        assert without_delay
+        assert all(without_delay)
 
     def test_every_accepted_engine_name_survives_the_url(self, client: RegistryClient):
         for name in ("a", "10.0.0.1:30000", "a..b", "a@b-c_d.e", "x" * 128):

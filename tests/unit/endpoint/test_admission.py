@@ -14,7 +14,6 @@ from tests.support.waiting import eventually
 from kvferry.endpoint.prefill.admission import Admission, Admitted
 from kvferry.errors import KVFerryError, PageError, TransferFailedError, TransferTimeoutError
 from kvferry.observe.records import SenderStats
-from kvferry.protocol.transfer.sender import SenderMachine
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.testing.probe import probe
 
@@ -371,11 +370,6 @@ def pages(count: int) -> float:
     return count * PAGE_BYTES / 2**20
 
 
-def deferred(machine: SenderMachine) -> set[int]:
-    """Writes to the only receiver that wait to be admitted."""
-    return next((receiver.writes_deferred for receiver in machine._receivers.values()), set())
-
-
 def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Requests]):
     requests = pair(SMALL, Shape(pages=64), Shape(pages=64), path="direct", direct_receiver_mib=pages(3))
     transport = requests.prefill.transports[0]
@@ -385,11 +379,11 @@ def test_an_endpoint_posts_no_more_than_may_be_on_its_way(pair: Callable[..., Re
     transport.held = True
     for start in range(0, 12, 2):
         requests.submit(request, start, start + 2, last=start == 10)
-    sending = probe(requests.prefill.endpoints[0]).table.rooms[1]
+    prefill = probe(requests.prefill.endpoints[0])
+    sending = prefill.table.rooms[1]
     eventually("one is on its way", lambda: transport.in_flight == 1)
-    eventually("all others are deferred", lambda: len(deferred(sending.machine)) == 5)
-    assert transport.in_flight == 1
-    assert sending.waiting_chunks == 5
+    eventually("all others are deferred", lambda: (sending.chunks, sending.waiting_chunks) == (6, 5))
+    assert transport.in_flight == prefill.admission.num_waiting == 1
     transport.held = False
     request.wait()
     requests.check(request)
@@ -413,8 +407,8 @@ def test_a_write_that_waits_is_dropped_with_a_room_that_the_next_chunk_fails_onc
     eventually("one is on its way", lambda: transport.in_flight == 1)
     (sender,), (source,) = failing.senders, failing.source_pages
     sender.submit(source[:2])
-    sending = probe(requests.prefill.endpoints[0]).table.rooms[2]
-    eventually("the other is deferred", lambda: len(deferred(sending.machine)) == 1)
+    admission = probe(requests.prefill.endpoints[0]).admission
+    eventually("the other is deferred", lambda: admission.num_waiting == 1)
     others = [page for page in range(64) if page not in source]
     sender.submit([*source[2:], others[0]], last=True, ready=is_ready)
     is_ready.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,10 +14,11 @@ from tests.support.caches import Model, Shape
 from tests.support.engines import WAIT_S, Engines, Requests
 from tests.support.waiting import eventually
 
-from kvferry.endpoint.base import Endpoint
+from kvferry.endpoint import base
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import IncompatiblePeerError, TransferFailedError
 from kvferry.protocol.wire import codec
+from kvferry.protocol.wire.field_types import Identity
 from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.testing.probe import probe
 
@@ -29,11 +30,9 @@ def release(
     versions: Versions = SPOKEN, *, requires: tuple[str, ...] = (), features: frozenset[str] = frozenset()
 ) -> Iterator[None]:
     """Endpoints that are made meanwhile are of another release, or require something of their peers."""
-    right = Endpoint._identity
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SystemPlatform, "versions", versions)
-        changed = {"requires": requires, "features": features}
-        patch.setattr(Endpoint, "_identity", property(lambda self: replace(right.__get__(self), **changed)))
+        patch.setattr(base, "Identity", partial(Identity, requires=requires, features=features))
         yield
 
 

@@ -13,7 +13,7 @@ import torch
 from tests.support.waiting import eventually
 
 from kvferry.engines.fingerprint import PROMPT, prompt_digest, request_conditions
-from kvferry.engines.vllm import prompts
+from kvferry.engines.vllm import identity, prompts
 from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.prompts import LONGEST_AT_ONCE, PromptDigest, PromptDigests
 
@@ -66,13 +66,15 @@ def test_however_many_requests_wait_each_is_known_soon_and_stays_so():
     assert digests.of(waiting[-1], len(LONG)).tokens == prompt_digest(waiting[-1].prompt_token_ids)
 
 
-def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before():
+def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before(monkeypatch: pytest.MonkeyPatch):
+    digests = PromptDigests()
+    monkeypatch.setattr(identity, "PromptDigests", lambda: digests)
     conditions, prompt = Conditions(), request("r", LONG)
     assert conditions.of(prompt, len(LONG)) == request_conditions(LONG)
     ended = request("ended", LONG)
     conditions.are_known(ended, len(LONG))
+    assert len(digests.found) == 1
     conditions.ended("ended")
-    digests = conditions._prompts
     assert not digests.found
 
 

@@ -30,6 +30,7 @@ from kvferry.protocol.transfer.events import (
     SendFinish,
     SendVerified,
     Tick,
+    WriteAdmitted,
 )
 from kvferry.protocol.transfer.receiver import ReceiverMachine
 from kvferry.protocol.transfer.sender import SenderMachine
@@ -220,9 +221,9 @@ def test_one_that_needs_nothing_more_does_not_end_the_room_for_another():
     machine = sender("d0", "d1")
     machine.handle(verified("d0", 1), 0.0)
     assert machine.state is S.WAITING_FOR_INPUT
-    machine._last_chunk = last_chunk().chunk  # submitted, and on its way
-    machine._receivers["d1"].writes_in_flight.add(0)
-    machine.handle(verified("d0", 1), 0.0)
+    machine.handle(WriteAdmitted("d1", 0), 0.0)
+    assert machine.handle(last_chunk(), 0.0) == [], "a write to the other one is on its way"
+    assert machine.handle(verified("d0", 1), 0.0) == []
     assert machine.state is S.WAITING_FOR_INPUT
 
 

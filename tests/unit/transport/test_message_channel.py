@@ -7,6 +7,7 @@ import logging
 import socket
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -104,14 +105,14 @@ def test_a_stranger_who_floods_neither_holds_whoever_takes_nor_fills_the_log(
         for _ in range(sent):
             rude.send(b"one frame")
         received: list[int] = []
-        receive = receiver._socket.recv_multipart
+        receive: Any = zmq.Socket.recv_multipart
 
-        def counted(flags: int) -> list[bytes]:
-            frames = receive(flags)
+        def counted(socket: object, flags: int) -> list[bytes]:
+            frames: list[bytes] = receive(socket, flags)
             received[-1] += 1
             return frames
 
-        monkeypatch.setattr(receiver._socket, "recv_multipart", counted)
+        monkeypatch.setattr(zmq.Socket, "recv_multipart", counted)
 
         def all_are_dropped() -> bool:
             received.append(0)
@@ -126,17 +127,21 @@ def test_a_stranger_who_floods_neither_holds_whoever_takes_nor_fills_the_log(
 def test_a_connection_that_breaks_as_it_is_looked_at_is_lost(
     sender: MessageChannel, receiver: MessageChannel, monkeypatch: pytest.MonkeyPatch
 ):
-    connection = sender.connect("receiver", receiver.address)
-    eventually("it is connected", lambda: connection.state is ConnectionState.CONNECTED)
-    monkeypatch.setattr(connection, "_state", ConnectionState.CONNECTING)
-    connection._waiting = [b"waits"]
+    with monkeypatch.context() as meanwhile:
+        meanwhile.setattr(zmq.Socket, "poll", lambda *_: 0)
+        connection = sender.connect("receiver", receiver.address)
+        connection.send(b"waits")
+        assert connection.state is ConnectionState.CONNECTING
+    attempts: list[object] = []
 
-    def broken(*_: object) -> None:
+    def broken(*message: object) -> None:
+        attempts.append(message)
         raise zmq.Again
 
     with monkeypatch.context() as meanwhile:
-        meanwhile.setattr(connection._socket, "send_multipart", broken)
-        assert connection.state is ConnectionState.LOST
+        meanwhile.setattr(zmq.Socket, "send_multipart", broken)
+        eventually("it is lost", lambda: connection.state is ConnectionState.LOST)
+    assert len(attempts) == 1
     with pytest.raises(PeerDisconnectedError):
         connection.send(b"too late")
     connection.close()
