@@ -13,6 +13,7 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups import deepseek_v4_hook
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.layers.attention.dsv4 import unified_kv_gate
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as compressed
 from sglang.srt.mem_cache import memory_pool
@@ -310,8 +311,13 @@ def test_latents_in_another_order_are_refused(pair: Pair):
 def test_places_of_several_rings_are_refused(pair: Pair, in_rings: Any, monkeypatch: pytest.MonkeyPatch):
     begin(pair, in_rings, 1, 1)
     crossing = Crossing(pair, 1, 5, tokens=4 * PAGE + 70)
-    places = crossing._places
-    monkeypatch.setattr(crossing, "_places", lambda side: places(side) + 1)
+    states = crossing.states
+
+    def in_the_next_ring(manager: Any, side: int) -> list[Any]:
+        kinds = zip(manager.state_types, states(manager, side), strict=True)
+        return [given + 1 if kind is StateType.SWA_RING else given for kind, given in kinds]
+
+    monkeypatch.setattr(crossing, "states", in_the_next_ring)
     with pytest.raises(AssertionError, match="it failed"):
         crossing.run()
 

@@ -30,6 +30,7 @@ from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
 from tests.support.waiting import eventually
 
 from kvferry.engines.sglang.hisparse import JointReceiver, is_hisparse
+from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.errors import LayoutError
 from kvferry.transport.inprocess import InProcessTransport
 
@@ -252,10 +253,9 @@ def test_keys_and_values_arrive_in_host_memory_and_all_else_on_the_device(pair: 
         HiSparseCrossing(pair, room, 4).run()
 
 
-def joint(manager: Any, room: int) -> JointReceiver:
-    (found,) = manager._receivers[room]
-    assert isinstance(found, JointReceiver)
-    return found
+def joint(receiver: KVFerryReceiver) -> JointReceiver:
+    assert isinstance(receiver.transfer, JointReceiver)
+    return receiver.transfer
 
 
 def test_a_request_that_one_memory_cannot_take_ends_in_both(pair: Pair):
@@ -265,7 +265,7 @@ def test_a_request_that_one_memory_cannot_take_ends_in_both(pair: Pair):
     receiver = pair.receiver(manager, 1, tokens=PAGE)
     beyond = np.array([10_000], np.int32)
     receiver.send_metadata(np.array([0], np.int32), 1, [beyond])
-    assert len(joint(manager, 1).parts) == 1, "host pages are not safe before the prefill side has said so"
+    assert len(joint(receiver).parts) == 1, "host pages are not safe before the prefill side has said so"
     assert_fails(lambda: [receiver.poll()], [receiver], "page")
     assert_fails(lambda: [sender.poll()], [sender], "page")
     eventually("host pages are safe", receiver.is_abort_release_safe)
@@ -294,7 +294,7 @@ def test_host_pages_and_the_devices_are_kept_until_nobody_writes(pair: Pair, mon
         wait(lambda: [sender.poll()], KVPoll.Transferring)
         receiver.abort()
         assert_fails(lambda: [receiver.poll()], [receiver], "Aborted")
-        on_device = joint(receiving, 1).parts[1]
+        on_device = joint(receiver).parts[1]
         eventually("the device's pages are free", lambda: on_device.pages_reusable)
         assert not receiver.is_abort_release_safe()
     eventually("the writes have ended", receiver.is_abort_release_safe)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import ExitStack
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -215,20 +214,21 @@ def reasons(polls: Callable[[], list[int]], receivers: list[KVFerryReceiver]) ->
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_all_ranks_know_that_a_server_is_not_there_when_one_reports_it(pair: Pair, slow: int):
+def test_all_ranks_know_that_a_server_is_not_there_when_one_reports_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, slow: int
+):
     """The first one answers the client, and said that another rank had an unknown reason."""
     pair.begin(Model(), decode_tp=2)
     Request(pair, 1).run()
     pair.end_prefill()
     eventually("forgotten", lambda: not any(each.prefill_info_table for each in pair.decode.managers))
-    look_ups = pair.decode.managers[slow].prefill_servers._look_ups
-    looks_up = look_ups._look_up
+    servers = pair.decode.managers[slow].prefill_servers
+    why_not_found = servers.why_not_found
 
-    def slowly(address: str) -> Any:
-        time.sleep(0.05)
-        return looks_up(address)
+    def slowly(address: str, since: float, now: float) -> str | None:
+        return why_not_found(address, since, now) if now > since + 0.05 else None
 
-    look_ups._look_up = slowly
+    monkeypatch.setattr(servers, "why_not_found", slowly)
     receivers = [pair.waiting_receiver(each, 2) for each in pair.decode.managers]
     for reason in reasons(lambda: [each.poll() for each in receivers], receivers):
         assert "cannot be reached" in reason
@@ -238,9 +238,8 @@ def test_all_ranks_know_that_a_server_is_not_there_when_one_reports_it(pair: Pai
 def test_all_ranks_know_that_two_servers_differ_when_one_reports_it(pair: Pair, slow: int):
     pair.begin(Model(), decode_tp=2)
     for each in pair.decode.managers:
+        each.kv_cache_dtype_str = "another"
         eventually("found", each.try_ensure_parallel_info, pair.address)
-        servers = each.prefill_servers._servers
-        servers[pair.address] = replace(servers[pair.address], refusal="--kv-cache-dtype is a there and b here")
     receivers = [pair.waiting_receiver(each, 1) for each in pair.decode.managers]
     turns = 0
 

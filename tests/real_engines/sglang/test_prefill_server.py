@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from kvferry import RegistryServer, Settings, create_registry
 from kvferry.answers import Answer
 from kvferry.applications.up.supervision import free_ports
-from kvferry.engines.sglang import prefill_server
+from kvferry.engines.sglang import bootstrap, prefill_server
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.prefill_server import described
 from kvferry.errors import RegistryError
@@ -70,9 +71,15 @@ def test_the_registry_is_reached_as_the_bootstrap_server_is(
     """So that one address is all that a prefill server of a cluster is told."""
     for name, value in {"ALLOW_UNAUTHENTICATED": "1", **variables}.items():
         monkeypatch.setenv(f"KVFERRY_{name}", value)
+    made: list[RegistryServer] = []
+
+    def noted(settings: Settings) -> RegistryServer:
+        made.append(create_registry(settings))
+        return made[-1]
+
+    monkeypatch.setattr(bootstrap, "create_registry", noted)
     server = KVFerryBootstrapServer("0.0.0.0", *free_ports(1))
     try:
-        assert server._registry is not None
-        assert server._registry.address[0] == listens_at
+        assert made[-1].address[0] == listens_at
     finally:
         server.close()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 from sglang.srt.disaggregation.base.conn import KVPoll
+from sglang.srt.disaggregation.common import conn
 from tests.real_engines.sglang.crossings import Members, Request, wait
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model, Rank
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
@@ -17,6 +20,7 @@ from tests.support.waiting import eventually
 from kvferry.applications.up.supervision import free_ports, refuse_taken
 from kvferry.engines.sglang.bootstrap import KVFerryBootstrapServer
 from kvferry.engines.sglang.manager import KVFerryManager
+from kvferry.engines.sglang.prefill_server import PrefillServer
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.errors import TransferError
@@ -191,6 +195,13 @@ def test_weights_that_are_replaced_meet_no_others_and_end_what_is_open(pair: Pai
 # ---- requests that the decode side retracted, and that the prefill side computes again ------------------------------
 
 
+def refuse_at_once(manager: KVFerryManager, receiver: KVFerryReceiver) -> None:
+    """SGLang asks for the cache again, and learns at once that it cannot: nobody says where requests are taken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefillServer, "http_url", lambda *_: None)
+        manager.submit_prefill_recompute(receiver, {"rid": "a"})
+
+
 def test_a_late_refusal_to_compute_again_fails_nobody(pair: Pair):
     """SGLang asks by HTTP. The answer may come when the cache is there, or the number is another request's."""
     pair.begin(Model())
@@ -200,19 +211,16 @@ def test_a_late_refusal_to_compute_again_fails_nobody(pair: Pair):
     wait(first.sent, KVPoll.WaitingForInput)
     first.send()
     eventually("the cache is there", lambda: first.receivers[0].is_over)
-    manager._fail_prefill_recompute(first.receivers[0], "status 500")
+    refuse_at_once(manager, first.receivers[0])
     wait(first.received, KVPoll.Success)
     wait(first.sent, KVPoll.Success)
     first.check()
     first.clear()
     again = Request(pair, 1)  # of the same request: its number stays
     wait(again.received, KVPoll.WaitingForInput)
-    for late in (
-        manager._fail_prefill_recompute,
-        lambda receiver, _: receiver.abort(),
-        lambda receiver, _: receiver.clear(),
-    ):
-        late(first.receivers[0], "status 500")
+    refuse_at_once(manager, first.receivers[0])
+    first.receivers[0].abort()
+    first.receivers[0].clear()
     again.ask()
     wait(again.sent, KVPoll.WaitingForInput)
     again.send()
@@ -221,23 +229,36 @@ def test_a_late_refusal_to_compute_again_fails_nobody(pair: Pair):
     assert not manager.failure_records
 
 
-def test_a_prefill_server_that_does_not_compute_again_fails_the_request(pair: Pair):
+def test_a_prefill_server_that_does_not_compute_again_fails_the_request(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(
+        conn.requests.Session, "post", lambda *_, **__: SimpleNamespace(status_code=500, text="it went wrong")
+    )
     pair.begin(Model())
     (manager,) = pair.decode.managers
     receiver = pair.receiver(manager, 1)
     receiver.send_metadata(np.arange(3, dtype=np.int32), 0)
-    manager._fail_prefill_recompute(receiver, "PD retract rebootstrap /generate failed for rid=a (status=500).")
+    manager.submit_prefill_recompute(receiver, {"rid": "a"})
     assert_fails(lambda: [receiver.poll()], [receiver], "/generate failed for rid=a .status=500.")
     eventually("its pages are safe", lambda: manager.is_abort_release_safe(1, 1))
 
 
-def test_where_a_prefill_server_takes_requests_is_known_while_another_request_fails(pair: Pair):
+def test_where_a_prefill_server_takes_requests_is_known_while_another_request_fails(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+):
     """A failure makes the next request look the server up again; SGLang's own then finds no address to ask at."""
+    asked: list[str] = []
+
+    def post(_: Any, url: str, **__: Any) -> Any:
+        asked.append(url)
+        return SimpleNamespace(status_code=200)
+
+    monkeypatch.setattr(conn.requests.Session, "post", post)
     pair.begin(Model())
     (manager,) = pair.decode.managers
     receiver = pair.receiver(manager, 1)
     manager.prefill_servers.forget(pair.address)
-    assert manager._resolve_rebootstrap_prefill_url(receiver) == "http://127.0.0.1:1"
+    manager.submit_prefill_recompute(receiver, {"rid": "a"})
+    eventually("it is asked", lambda: asked == ["http://127.0.0.1:1/generate"])
 
 
 # ---- --enable-pd-role-switch ---------------------------------------------------------------------------------------
