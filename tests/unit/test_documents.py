@@ -217,6 +217,14 @@ def test_files_of_the_code_that_a_page_names_are_there(document: str):
     assert [each for each in named if not ((ROOT / each).exists() or (ROOT / "src/kvferry" / each).exists())] == []
 
 
+def test_what_a_page_has_made_the_makefile_makes():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for document in DOCUMENTS:
+        named = [each.split() for each in re.findall(r"`make\s([^`]+)`", (ROOT / document).read_text())]
+        missing = {word for words in named for word in words if "=" not in word} - targets
+        assert not missing, f"{document} names {missing}"
+
+
 @pytest.mark.sampled(one_in=3)
 @pytest.mark.parametrize("command", "".join(blocks((ROOT / "docs/design/algebra.md").read_text(), "bash")).splitlines())
 def test_the_drawings_of_the_layout_algebra_can_be_drawn(command: str, tmp_path: Path):
