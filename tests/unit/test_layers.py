@@ -43,6 +43,9 @@ FLOORS = {
 }
 """The folders within a layer, likewise."""
 
+BESIDE = ("proof", "prototypes", "tests", "benchmarks", "docs", "examples", "release")
+"""What is in no wheel."""
+
 ENGINES = {file.parent.name for file in (PACKAGE / "engines").glob("*/__init__.py")}
 
 SANS_IO = ("layout", "plan", "protocol")
@@ -124,11 +127,9 @@ def test_commands_need_nothing_that_tests_are_written_with():
 
 
 def test_no_imports_go_in_a_circle():
-    """Also those that only types need."""
+    """Also those that only types need, and those of what stands beside the library."""
     files = {file: file.relative_to(PACKAGE.parent) for file in PACKAGE.rglob("*.py")}
-    files |= {
-        file: file.relative_to(ROOT) for beside in ("proof", "prototypes") for file in (ROOT / beside).rglob("*.py")
-    }
+    files |= {file: file.relative_to(ROOT) for beside in BESIDE for file in (ROOT / beside).rglob("*.py")}
     modules = {".".join(path.with_suffix("").parts): file for file, path in files.items()}
     sorter: TopologicalSorter[str] = TopologicalSorter()
     for module, file in modules.items():
