@@ -41,7 +41,7 @@ PATHS = ("direct", "staged")
 """Of the prefill engines, in turn."""
 
 STUCK_S = 3 * DEADLINE_S
-"""How long a room may take, whatever befalls it: a frozen side is through with it a deadline after it thaws."""
+"""How long a room may take, whatever befalls it: a frozen side has ended it a deadline after it thaws."""
 
 AFTERMATH_S = PEER_TIMEOUT_S + 3.0
 """How long after a fault rooms may still fail for it: until everybody has noticed, and connections are made anew."""

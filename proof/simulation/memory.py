@@ -232,6 +232,6 @@ class Arena:
         return idle.pop() if idle else Pool(shape)
 
     def give_back(self, pool: Pool) -> None:
-        """Says that a schedule is through with a pool."""
+        """Takes back a pool that a schedule needs no longer."""
         pool.owners.clear()  # they would keep the schedule's whole world
         self._idle.setdefault(pool.shape, []).append(pool)

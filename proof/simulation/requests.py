@@ -261,7 +261,7 @@ class Computing:
 
     Attributes:
         position: how many pages of the request come before them.
-        until: when it is through with them.
+        until: when it has computed them.
     """
 
     side: SendSide

@@ -230,7 +230,7 @@ class Settings(OwnSettings):
     write_timeout_s: float = Field(
         60.0,
         gt=0,
-        description="Longest time in which no write to a decode rank ends or gets on while one is on its way.",
+        description="Longest time in which no write to a decode rank ends or progresses while one is on its way.",
     )
     heartbeat_interval_s: float = Field(2.0, gt=0, description="Time between two heartbeats to a prefill rank.")
     peer_timeout_s: float = Field(15.0, gt=0, description="Silence after which a peer counts as lost.")

@@ -344,7 +344,7 @@ def test_the_notification_comes_after_the_write_and_names_its_sender(pair: Pair)
     def done() -> bool:
         before = there.take_notifications()
         finished = transport.poll(transfer) is not None
-        if before:  # it may leave as soon as the write is through, which the next poll must then say
+        if before:  # it may leave as soon as the write has completed, which the next poll must then say
             assert finished
         received.extend(before)
         return finished

@@ -32,7 +32,7 @@ skip_unless_installed()
 
 PAGES = 4
 TIMES = {"heartbeat_interval_s": 0.1, "peer_timeout_s": 2.5, "quarantine_s": 0.2, "registry_lease_s": 1.0}
-"""A busy machine must not have a living rank taken for lost: it would come back, and say that it is through."""
+"""A busy machine must not have a living rank taken for lost: it would come back, and say that it has ended."""
 
 
 class Scene:

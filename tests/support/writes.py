@@ -1,4 +1,4 @@
-"""A write that is through, for those who are told of writes."""
+"""A write that has completed, for those who are told of writes."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ class Metrics(Observer):
             return {path: found.labels(path.value) for path in TransferPath}
 
         self._sent_bytes = by_path("sent_bytes", "Bytes of caches that were written to peers.")
-        self._writes = by_path("writes", "Writes of chunks that are through.")
+        self._writes = by_path("writes", "Writes of chunks that have completed.")
         self._runs = by_path("runs", "Pieces that the bytes lay in, before neighbours were merged or gathered.")
         self._descriptors = by_path("descriptors", "Descriptors that were posted; through staging, bulk writes.")
         self._failed_writes = counter("failed_writes", "Writes of chunks that failed.")

@@ -88,7 +88,7 @@ class WriteRecord:
         descriptors: descriptors after neighbours were merged; through staging memory, bulk writes.
         submitted_at: when the caller handed its first chunk in; for one that came before the receivers, when those did.
         posted_at: when the transport was given the write.
-        done_at: when the transport was through with it.
+        done_at: when the transport had completed it.
         transport_post_s: how long posting took, by the transport's own account.
         transport_transfer_s: the same of the whole write.
         parts: what it was written in.

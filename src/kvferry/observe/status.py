@@ -139,7 +139,7 @@ class LoadStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CountedRoom(Protocol):
-    """What is counted of every room, and read from any thread; the attributes are those of a `RoomStatus`."""
+    """What a status needs of every room, on either side. Safe to read from any thread; named as in `RoomStatus`."""
 
     @property
     def state(self) -> TransferState:
