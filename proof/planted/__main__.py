@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from proof.planted.catalogue import CATALOGUE, PlantedFault
+from proof.planted.places import place_of
 
 ROOT = Path(__file__).parents[2]
 LONGEST_S = 1800.0
@@ -62,22 +63,19 @@ ALL_CORES = ("-n", "auto", "--dist", "loadscope", "--no-loadscope-reorder")
 
 def found_by(fault: PlantedFault, tree: Path) -> str:
     """Plants a fault and takes it away again; returns what finds it."""
-    file = tree / "src/kvferry" / fault.file
-    right = file.read_text()
-    assert right.count(fault.right) == 1, (
-        f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times"
-    )
-    file.write_text(right.replace(fault.right, fault.wrong))
+    place = place_of(fault, tree / "src/kvferry")
+    is_compiled = place.file.suffix == ".c"
+    place.file.write_text(place.wrong)
     try:
-        if file.suffix == ".c":
+        if is_compiled:
             compile_copies(tree)
         # The nearest alone, in one process: to collect all tests in several takes longer than most faults live.
         if fails(tree, *fault.nearest.split()) or fails(tree, *ALL_CORES):
             return "make test"
         return "make test-all" if fails(tree, *ALL_CORES, "--tier", "full") else "nothing"
     finally:
-        file.write_text(right)
-        if file.suffix == ".c":
+        place.file.write_text(place.text)
+        if is_compiled:
             compile_copies(tree)
 
 
