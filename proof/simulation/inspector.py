@@ -213,7 +213,7 @@ class Inspector:
                 )
 
     def check_sent(self, line: Line, data: bytes, is_up: bool) -> None:
-        """A message was sent, where none is lost: is it one that was sent before, or asks for what nobody has said?"""
+        """Checks a message where none is lost: it is no repetition, and asks for none."""
         message = (decode_to_prefill if is_up else decode_to_decode)(data, NEXT_RELEASE)
         if isinstance(message, Numbered):
             sent = self._sent.get((line, is_up, message.epoch), 0)
@@ -288,7 +288,7 @@ class Inspector:
         return about
 
     def check_piece(self, transfer: SimulatedHandle, piece: Piece) -> None:
-        """A piece is about to land: whose is what it reads and what it overwrites?"""
+        """Checks that the pages which a piece reads, and those where it is about to land, belong to its room."""
         if not transfer.notification:
             self._check_measuring(transfer, piece)
             return

@@ -150,7 +150,7 @@ class World(Universe):
         return NEXT_RELEASE if self._mixes_releases and not is_older else SPOKEN
 
     def _see(self, identity: ProcessIdentity) -> Sight:
-        """What its machine shows of a process: that it lives, until it was killed, or closed and no write keeps it."""
+        """Returns what its machine shows of a process, which lives until it is killed, or closed with no write left."""
         if not next(process for process in self.processes if process.pid == identity.pid).is_alive:
             return Sight(is_in_use=False)
         return Sight(is_in_use=True, started=None if self._hides_processes else identity.started)
