@@ -44,7 +44,8 @@ from kvferry.settings import Settings
 from kvferry.transport import PeerMetadata
 from kvferry.transport.confined_ports import sockets_on_every_interface
 from kvferry.transport.mooncake import transport as mooncake
-from kvferry.transport.mooncake.transport import MooncakeHandle, MooncakeTransport, Pieces, load_engine, pieces_of
+from kvferry.transport.mooncake.mooncake_diagnosis import load_engine
+from kvferry.transport.mooncake.transport import MooncakeHandle, MooncakeTransport, Pieces, pieces_of
 
 HALF = MEMORY // 2
 
