@@ -363,7 +363,7 @@ class Adversary:
         self._jumped_at[process] = self._world.now
         process.changes += 1
         process.platform.skew_s += seconds
-        self.unwell_until = self._world.now + RECOVERY_S
+        self.upset_until(self._world.now + RECOVERY_S)
         self.excuse_all("a clock jumped")
 
 

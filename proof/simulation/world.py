@@ -235,7 +235,7 @@ class World(Universe):
             if process.thaws_at is not None and self.now >= process.thaws_at:
                 process.thaws_at = None
                 self.threads_changed()
-                self.adversary.unwell_until = self.now + RECOVERY_S
+                self.adversary.upset_until(self.now + RECOVERY_S)
                 self.adversary.thawed(process)
                 self.note("%s thaws", process.name)
             keeper = process.platform.keeper
@@ -259,7 +259,7 @@ class World(Universe):
         for line in self.network.lines:
             if line.is_cut and self.now >= self.adversary.lines_heal.get(line, 0.0):
                 line.is_cut = False
-                self.adversary.unwell_until = self.now + RECOVERY_S
+                self.adversary.upset_until(self.now + RECOVERY_S)
                 self.note("the connection of %s to %s heals", line.identity, line.address)
         self.network.forget()
         self.adversary.end_doomed()
