@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from kvferry.engines.engine_code import EngineCode, Imported, MissingError
 from kvferry.errors import EngineContractError
@@ -32,7 +31,7 @@ from kvferry.loggers import logger_of
 log = logger_of(__name__)
 
 
-class Line(Protocol):
+class Line:
     """One thing that a plug-in builds on.
 
     Attributes:
@@ -40,11 +39,9 @@ class Line(Protocol):
         needed_for: what the plug-in needs it for.
     """
 
-    @property
-    def where(self) -> str: ...
-
-    @property
-    def needed_for(self) -> str: ...
+    __slots__ = ()
+    where: str
+    needed_for: str
 
     def difference(self, code: EngineCode) -> str | None:
         """Returns how an engine differs from this line; None if it does not.
@@ -53,24 +50,23 @@ class Line(Protocol):
             MissingError: if the engine has no such thing.
             TypeError: if it is of another kind.
         """
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class Present(Line):
     """Something that must be there, whatever it is."""
 
     where: str
     needed_for: str
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         code.check(self.where)
         return None
 
 
 @dataclass(frozen=True, slots=True)
-class Signature:
+class Signature(Line):
     """A function with exactly these parameters: one that ours replaces, wraps, or is called in the place of.
 
     Attributes:
@@ -82,7 +78,6 @@ class Signature:
     needed_for: str
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         found = parameters_of(code.signature(self.where))
         if found == self.parameters:
             return None
@@ -90,7 +85,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Line):
     """A function that the plug-in calls: it may have other parameters too, if they have defaults.
 
     Attributes:
@@ -104,7 +99,6 @@ class Call:
     needed_for: str
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         signature = code.signature(self.where)
         try:
             signature.bind(*[None] * self.positional, **dict.fromkeys(self.keywords))
@@ -115,7 +109,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Members:
+class Members(Line):
     """An enumeration, or a class of constants, with these values.
 
     Attributes:
@@ -129,7 +123,6 @@ class Members:
     and_no_others: bool = False
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         found = code.members(self.where)
         problems = [f"{name} is gone" for name in self.members if name not in found]
         problems += [
@@ -143,41 +136,36 @@ class Members:
 
 
 @dataclass(frozen=True, slots=True)
-class Fields:
-    """A class whose instances have these fields: a dataclass, a structure, or one with annotations.
-
-    Attributes:
-        names: the fields.
-    """
+class Named(Line):
+    """Something that has several names."""
 
     where: str
     names: tuple[str, ...]
     needed_for: str
 
+
+@dataclass(frozen=True, slots=True)
+class Fields(Named):
+    """A class whose instances have these fields: a dataclass, a structure, or one with annotations."""
+
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         found = code.fields(self.where)
         gone = [name for name in self.names if name not in found]
         return f"{self.where} has no field {', '.join(gone)}" if gone else None
 
 
 @dataclass(frozen=True, slots=True)
-class Attributes:
+class Attributes(Named):
     """A class or module with these attributes, such as methods.
 
     Attributes:
-        names: the attributes.
         and_no_others: whether a new one is a difference, unless its name begins with an underscore: a method that the
             engine calls, and that the plug-in does not know.
     """
 
-    where: str
-    names: tuple[str, ...]
-    needed_for: str
     and_no_others: bool = False
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         found = code.attributes(self.where)
         problems = [f"{name} is gone" for name in self.names if name not in found]
         if self.and_no_others:
@@ -187,7 +175,7 @@ class Attributes:
 
 
 @dataclass(frozen=True, slots=True)
-class Inherits:
+class Inherits(Line):
     """A class that is still a subclass of another.
 
     Attributes:
@@ -199,29 +187,20 @@ class Inherits:
     needed_for: str
 
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         if code.is_subclass(self.where, self.base):
             return None
         return f"{self.where} is no {self.base} any more"
 
 
 @dataclass(frozen=True, slots=True)
-class Uses:
+class Uses(Named):
     """A function of the engine's whose code uses names by which it and the plug-in meet.
 
     For what no signature shows: that it still calls the hook, sets the attribute that the plug-in reads, looks at what
     the plug-in sets, or divides and lists as the plug-in does.
-
-    Attributes:
-        names: the names.
     """
 
-    where: str
-    names: tuple[str, ...]
-    needed_for: str
-
     def difference(self, code: EngineCode) -> str | None:
-        """See `Line.difference`."""
         found = code.names_in(self.where)
         gone = [name for name in self.names if name not in found]
         return f"{self.where} does not use {', '.join(gone)} any more" if gone else None
@@ -233,6 +212,17 @@ class Mentions(Uses):
 
     Nothing of the plug-in's goes by it when it runs.
     """
+
+
+def lines(kind: Callable[..., Line], needed_for: str, places: Mapping[str, str]) -> Iterator[Line]:
+    """Yields lines of one kind that are needed for one thing.
+
+    Args:
+        kind: `Signature`, or one of several names.
+        places: by where it is, the parameters, or the names that must be there, with spaces between them.
+    """
+    for where, each in places.items():
+        yield kind(where, each if kind is Signature else tuple(each.split()), needed_for)
 
 
 @dataclass(frozen=True, slots=True)

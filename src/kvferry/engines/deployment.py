@@ -46,7 +46,6 @@ class Deployment(Protocol):
 
     def is_server(self, arguments: Sequence[str]) -> bool:
         """Whether a command line is that of a server."""
-        ...
 
     def installed(self, variables: Mapping[str, str]) -> Iterator[Remark]:
         """Says whether the engine will find the plug-in.
@@ -54,7 +53,6 @@ class Deployment(Protocol):
         Args:
             variables: the environment of its servers.
         """
-        ...
 
     def options(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Remark]:
         """Says what a server's command line has of kvferry, and what it lacks.
@@ -63,7 +61,6 @@ class Deployment(Protocol):
             arguments: the command line.
             variables: an environment as the server's is.
         """
-        ...
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:

@@ -27,31 +27,24 @@ class EngineCode(Protocol):
 
     def check(self, where: str) -> None:
         """Makes sure that it is there, whatever it is."""
-        ...
 
     def signature(self, where: str) -> inspect.Signature:
         """Returns a function's; a method's has its first parameter."""
-        ...
 
     def members(self, where: str) -> Mapping[str, object]:
         """Returns the values of an enumeration, or of a class of constants, by name."""
-        ...
 
     def fields(self, where: str) -> Set[str]:
         """Returns the names that a class has annotated, or one that it inherits from."""
-        ...
 
     def attributes(self, where: str) -> Set[str]:
         """Returns the names that a class, an object or a module has."""
-        ...
 
     def is_subclass(self, where: str, base: str) -> bool:
         """Returns whether one class inherits from another."""
-        ...
 
     def names_in(self, where: str) -> Set[str]:
         """Returns the names and texts that a function's code speaks of."""
-        ...
 
 
 def find(where: str) -> Any:
@@ -82,22 +75,18 @@ class Imported:
     """The engine that is installed; see `EngineCode`."""
 
     def check(self, where: str) -> None:
-        """See `EngineCode.check`."""
         find(where)
 
     def signature(self, where: str) -> inspect.Signature:
-        """See `EngineCode.signature`."""
         return inspect.signature(find(where))
 
     def members(self, where: str) -> Mapping[str, object]:
-        """See `EngineCode.members`."""
         holder = find(where)
         if isinstance(holder, type) and issubclass(holder, Enum):
             return {name: member.value for name, member in holder.__members__.items()}
         return {name: value for name, value in vars(holder).items() if not name.startswith("_") and not callable(value)}
 
     def fields(self, where: str) -> Set[str]:
-        """See `EngineCode.fields`."""
         holder = find(where)
         found = {name for base in inspect.getmro(holder) for name in inspect.get_annotations(base)}
         found |= set(getattr(holder, "__struct_fields__", ()))
@@ -106,16 +95,13 @@ class Imported:
         return found
 
     def attributes(self, where: str) -> Set[str]:
-        """See `EngineCode.attributes`."""
         return set(dir(find(where)))
 
     def is_subclass(self, where: str, base: str) -> bool:
-        """See `EngineCode.is_subclass`."""
         found, other = find(where), find(base)
         return isinstance(found, type) and isinstance(other, type) and issubclass(found, other)
 
     def names_in(self, where: str) -> Set[str]:
-        """See `EngineCode.names_in`."""
         code = getattr(inspect.unwrap(find(where)), "__code__", None)
         if code is None:
             raise TypeError(f"{where} is no function any more")

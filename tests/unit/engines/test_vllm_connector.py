@@ -15,7 +15,7 @@ import pytest
 from kvferry.engines.contract import Signature
 from kvferry.engines.engine_code import Imported
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.contract_0_33 import since_0_33
+from kvferry.engines.vllm.contract import since_0_33
 
 MODULE = "kvferry.engines.vllm.connector"
 

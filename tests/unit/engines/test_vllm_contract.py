@@ -11,7 +11,6 @@ import pytest
 
 from kvferry.engines.contract import Contract
 from kvferry.engines.vllm import contract
-from kvferry.engines.vllm.contract_0_33 import since_0_33
 from kvferry.errors import EngineContractError
 
 BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
@@ -143,7 +142,7 @@ def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
-IN_0_33 = Contract("vLLM", (), (*contract.hook_lines(), *since_0_33()))
+IN_0_33 = Contract("vLLM", (), (*contract.hook_lines(), *contract.since_0_33()))
 
 
 def test_what_is_new_in_0_33_as_it_is(newer: Any):

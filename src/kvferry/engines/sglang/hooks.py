@@ -60,8 +60,9 @@ UNIFIED_BACKENDS = "sglang.srt.server_args.ServerArgs._unified_memory_pd_transfe
 
 def where(target: str) -> str:
     """Returns the name of a hook's target as the contract has it: with a colon behind its module."""
-    module, inside = target.split(".", 4)[:4], target.split(".", 4)[4]
-    return f"{'.'.join(module)}:{inside}"
+    parts = target.split(".")
+    inside = next((number for number, part in enumerate(parts) if part[0].isupper()), len(parts) - 1)
+    return f"{'.'.join(parts[:inside])}:{'.'.join(parts[inside:])}"
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------

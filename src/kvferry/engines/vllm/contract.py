@@ -1,13 +1,12 @@
 """What the connector builds on in vLLM, line by line; `kvferry.engines.contract` says how it is checked.
 
 All of it is checked in every process of vLLM's before the connector is imported: a server whose vLLM has changed does
-not start, and says what has changed. Where versions come to need different code, each minor version gets a module of
-its own beside this one, and a contract of its own here.
+not start, and says what has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from kvferry.engines.contract import (
@@ -23,9 +22,9 @@ from kvferry.engines.contract import (
     Uses,
     enforce,
     holds,
+    lines,
 )
 from kvferry.engines.engine_code import MissingError, find
-from kvferry.engines.vllm.contract_0_33 import FOUND, HANDSHAKE, SETTLED, TURNS, since_0_33
 
 _V1 = "vllm.distributed.kv_transfer.kv_connector.v1"
 _BASE = f"{_V1}.base:KVConnectorBase_V1"
@@ -66,18 +65,14 @@ _RANKS = "vllm.distributed.parallel_state"
 _CONFIG = "vllm.config.vllm:VllmConfig"
 _MODEL = "vllm.config.model:ModelConfig"
 _PARALLEL = "vllm.config.parallel:ParallelConfig"
+_LAYER = "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
+_WORKER = "vllm.v1.worker"
 _CALLED = "vLLM calls ours so"
 _READ = "ours reads it"
 
 
 _NEW_IN_0_32 = frozenset({"get_loaded_kv_cache_group_ids"})
 """Which blocks a load overwrites, so that vLLM need not clear them: before, it left out all blocks of the load."""
-
-
-def _lines(kind: Callable[..., Line], needed_for: str, names: Mapping[str, str]) -> Iterator[Line]:
-    """Yields lines of one kind that are needed for one thing: by where it is, the names that must be there."""
-    for where, each in names.items():
-        yield kind(where, tuple(each.split()), needed_for)
 
 
 def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
@@ -92,32 +87,23 @@ def hook_lines(unknown: frozenset[str] = frozenset()) -> Iterator[Line]:
     )
     yield Members(f"{_V1}.base:KVConnectorRole", {"SCHEDULER": 0, "WORKER": 1}, "ours is made for one of them")
     results = {f"{_V1}.base:KVConnectorTransferResults": "finished_sending finished_recving failed_recving"}
-    yield from _lines(Fields, "ours reports so", results)
+    yield from lines(Fields, "ours reports so", results)
 
 
 def _callers() -> Iterator[Line]:
     """What vLLM does with the hooks: one that it does not call any more would be missed by no signature."""
-    for name, called, needed_for in (
-        (
-            "schedule",
-            "get_num_new_matched_tokens update_state_after_alloc",
-            "a decode server asks ours so whether a cache is elsewhere",
-        ),
-        (
-            "_get_local_prefix_cache_hit",
-            "supports_divergent_local_hybrid_hits",
-            "of hybrids no prefix of full attention is fetched again",
-        ),
-        ("add_request", "on_new_request", "prompts with recurrent state are cut so"),
-        ("_build_kv_connector_meta", "build_connector_meta", "the workers learn so what leaves and comes"),
-        ("_connector_finished", "request_finished_all_groups", "blocks are kept so until they are sent"),
-        (
-            "_update_from_kv_xfer_finished",
-            "update_connector_output finished_sending finished_recving _free_blocks",
-            "blocks are freed, and requests go on, so",
-        ),
-    ):
-        yield Uses(f"{_SCHEDULER}.{name}", tuple(called.split()), needed_for)
+    elsewhere = {f"{_SCHEDULER}.schedule": "get_num_new_matched_tokens update_state_after_alloc"}
+    yield from lines(Uses, "a decode server asks ours so whether a cache is elsewhere", elsewhere)
+    hybrids = {f"{_SCHEDULER}._get_local_prefix_cache_hit": "supports_divergent_local_hybrid_hits"}
+    yield from lines(Uses, "of hybrids no prefix of full attention is fetched again", hybrids)
+    yield Uses(f"{_SCHEDULER}.add_request", ("on_new_request",), "prompts with recurrent state are cut so")
+    told = {f"{_SCHEDULER}._build_kv_connector_meta": "build_connector_meta"}
+    yield from lines(Uses, "the workers learn so what leaves and comes", told)
+    sent = {f"{_SCHEDULER}._connector_finished": "request_finished_all_groups"}
+    yield from lines(Uses, "blocks are kept so until they are sent", sent)
+    over = "update_connector_output finished_sending finished_recving _free_blocks"
+    ended = {f"{_SCHEDULER}._update_from_kv_xfer_finished": over}
+    yield from lines(Uses, "blocks are freed, and requests go on, so", ended)
     failed = f"{_SCHEDULER}._handle_failed_recving"
     yield Mentions(failed, ("recompute_kv_load_failures",), "failures follow the policy")
     yield Mentions(f"{_CORE}._initialize_kv_caches", ("compile_or_warm_up_model",), "graphs are captured so")
@@ -135,7 +121,7 @@ def _structures() -> Iterator[Line]:
         "request_id arrival_time num_prompt_tokens num_computed_tokens kv_transfer_params prompt_token_ids "
         "prompt_embeds _all_token_ids max_tokens status"
     )
-    yield from _lines(Uses, _READ, {f"{_REQUEST}.__init__": request})
+    yield from lines(Uses, _READ, {f"{_REQUEST}.__init__": request})
     yield Call(f"{_REQUEST}.get_skip_reading_prefix_cache", 1, (), "such prompts are computed where they are")
     yield Attributes(_REQUEST, ("num_output_tokens",), "an adapter is loaded by then")
     yield Attributes("vllm.v1.request:RequestStatus", ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"), _READ)
@@ -151,7 +137,7 @@ def _structures() -> Iterator[Line]:
         "kv_cache_manager:KVCacheBlocks": "blocks",
         "kv_cache_utils:KVCacheBlock": "block_id is_null",
     }
-    yield from _lines(Fields, _READ, {f"vllm.v1.core.{where}": names for where, names in fields.items()})
+    yield from lines(Fields, _READ, {f"vllm.v1.core.{where}": names for where, names in fields.items()})
     yield Fields("vllm.v1.outputs:KVConnectorOutput", ("finished_sending", "finished_recving", "failed_recving"), _READ)
     yield Signature("vllm.v1.core.kv_cache_manager:KVCacheManager.get_blocks", "self, request_id", "ours calls it")
     yield Uses("vllm.v1.core.kv_cache_manager:KVCacheManager.__init__", ("block_pool",), "ours keeps blocks there")
@@ -167,21 +153,21 @@ def _caches() -> Iterator[Line]:
         f"{_SPECS}:KVCacheGroupSpec": "layer_names kv_cache_spec host_resident",
         f"{_SPECS}:UniformTypeKVCacheSpecs": "kv_cache_specs",
     }
-    yield from _lines(Fields, _READ, fields)
+    yield from lines(Fields, _READ, fields)
     attributes = {
         config: "transfer_groups transfer_group_ids select_transfer_block_ids",
         f"{_SPECS}:UniformTypeKVCacheSpecs": "first_spec",
     }
-    yield from _lines(Attributes, _READ, attributes)
+    yield from lines(Attributes, _READ, attributes)
     yield Attributes(config, ("needs_kv_cache_zeroing",), "ours clears what it loads where vLLM clears blocks")
     described = {
         f"{_SPECS}:FullAttentionSpec": "block_size head_size dtype",
         f"{_SPECS}:SlidingWindowSpec": "block_size sliding_window",
         f"{_SPECS}:ChunkedLocalAttentionSpec": "block_size attention_chunk_size",
     }
-    yield from _lines(Fields, "caches are described by it", described)
+    yield from lines(Fields, "caches are described by it", described)
     heads = {f"{_SPECS}:AttentionSpec": "num_kv_heads num_head_slots max_tp_shards tokens_per_state"}
-    yield from _lines(Fields, "it tells how KV heads are kept", heads)
+    yield from lines(Fields, "it tells how KV heads are kept", heads)
     yield Members(
         f"{_SPECS}:SparseCacheRole", {"SPARSE": "sparse", "INDEXER": "indexer"}, "caches of an indexer are refused"
     )
@@ -194,16 +180,16 @@ def _caches() -> Iterator[Line]:
 def _states() -> Iterator[Line]:
     mamba, divided = "vllm.model_executor.layers.mamba", "it tells how a convolution is divided"
     spec = {f"{_SPECS}:MambaSpec": "block_size shapes dtypes mamba_type tp_replicated"}
-    yield from _lines(Fields, "recurrent state is described by it", spec)
+    yield from lines(Fields, "recurrent state is described by it", spec)
     kinds = {
         "vllm.v1.attention.backends.registry:MambaAttentionBackendEnum": "MAMBA1 MAMBA2 GDN_ATTN SHORT_CONV LINEAR"
     }
-    yield from _lines(Attributes, divided, kinds)
+    yield from lines(Attributes, divided, kinds)
     yield Call(f"{mamba}.mamba_utils:is_conv_state_dim_first", 0, (), "where a convolution's channels are")
     bound = {f"{mamba}.abstract:MambaBase.bind_kv_cache": "kv_cache get_state_shape"}
-    yield from _lines(Uses, "a layer has views of its states", bound)
+    yield from lines(Uses, "a layer has views of its states", bound)
     mixer = {f"{mamba}.mamba_mixer2:MambaMixer2.__init__": "intermediate_size n_groups ssm_state_size conv1d"}
-    yield from _lines(Uses, divided, mixer)
+    yield from lines(Uses, divided, mixer)
 
 
 def _projections() -> Iterator[Line]:
@@ -212,9 +198,9 @@ def _projections() -> Iterator[Line]:
         f"{linear}:QKVParallelLinear.__init__": "total_num_kv_heads num_kv_heads num_kv_head_replicas",
         f"{linear}:ColumnParallelLinear.__init__": "tp_rank tp_size",
     }
-    yield from _lines(Uses, "it knows how KV heads are divided", projections)
+    yield from lines(Uses, "it knows how KV heads are divided", projections)
     loader = {f"{linear}:QKVParallelLinear.weight_loader": "tp_rank num_kv_head_replicas"}
-    yield from _lines(Uses, "ranks that share a KV head are neighbours", loader)
+    yield from lines(Uses, "ranks that share a KV head are neighbours", loader)
 
 
 def _configuration() -> Iterator[Line]:
@@ -226,7 +212,7 @@ def _configuration() -> Iterator[Line]:
         ),
         transfer: "engine_id kv_buffer_device kv_connector_extra_config",
     }
-    yield from _lines(Fields, _READ, read)
+    yield from lines(Fields, _READ, read)
     yield Attributes(transfer, ("is_kv_producer", "is_kv_consumer"), _READ)
     yield Attributes(_CONFIG, ("num_prefill_lookahead_tokens",), "as many tokens of a prompt are held back")
     yield Fields("vllm.config.attention:AttentionConfig", ("hisparse_config",), "ours refuses HiSparse")
@@ -234,9 +220,9 @@ def _configuration() -> Iterator[Line]:
         "vllm.config.aux_output:AuxOutputConfig": "enable_return_routed_experts",
         _PARALLEL: "enable_elastic_ep",
     }
-    yield from _lines(Fields, "ours refuses it", refused)
+    yield from lines(Fields, "ours refuses it", refused)
     sizes = {_PARALLEL: "decode_context_parallel_size prefill_context_parallel_size pipeline_parallel_size"}
-    yield from _lines(Fields, "which ranks share tokens and layers", sizes)
+    yield from lines(Fields, "which ranks share tokens and layers", sizes)
     yield Attributes(_PARALLEL, ("use_ubatching",), "layers leave one by one where a step is one part")
     yield Call(f"{_MODEL}.get_total_num_hidden_layers", 1, (), "the model's shape")
     yield Attributes(_MODEL, ("use_mla",), "any order of blocks will do for latents")
@@ -250,7 +236,7 @@ def _context_parallelism() -> Iterator[Line]:
     """What says which tokens a rank keeps. A vLLM without `dcp_sharded` does not start with any of it."""
     needed_for = "which tokens a rank keeps"
     fields = {_PARALLEL: "cp_kv_cache_interleave_size", f"{_SPECS}:KVCacheSpec": "dcp_sharded"}
-    yield from _lines(Fields, needed_for, fields)
+    yield from lines(Fields, needed_for, fields)
     for name in ("get_pcp_group", "get_dcp_group"):
         yield Call(f"{_RANKS}:{name}", 0, (), needed_for)
     yield Uses(
@@ -260,32 +246,39 @@ def _context_parallelism() -> Iterator[Line]:
     )
 
 
-_UNTIL_0_33 = Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", HANDSHAKE), FOUND)
-_IN_0_32 = Mentions("vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (TURNS,), SETTLED)
+_HANDSHAKE = "get_kv_connector_handshake_metadata"
+_TURNS = "adjust_dcp_kv_cache_interleave_size"
+_FOUND = "prefill ranks are found from then on, once graphs are captured"
+_SETTLED = "in which turns ranks take tokens is settled before ours reads it"
+
+_UNTIL_0_33 = Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", _HANDSHAKE), _FOUND)
+_IN_0_32 = Mentions(
+    "vllm.distributed.kv_transfer.kv_transfer_state:ensure_kv_transfer_initialized", (_TURNS,), _SETTLED
+)
 
 
 def _changes() -> Iterator[Line]:
     """What tells of weights and adapters that are replaced in place, and has nobody find what they computed."""
     needed_for = "what replaces weights and adapters is noticed there"
-    for name, parameters in {
-        "collective_rpc": "method, timeout=, args=, kwargs=",
-        "add_request": "request, request_wave=",
-        "set_weight_version": "weight_version",
-        "add_lora": "lora_request",
-        "remove_lora": "lora_id",
-    }.items():
-        yield Signature(f"{_CORE}.{name}", f"self, {parameters}", needed_for)
+    asked = {
+        f"{_CORE}.collective_rpc": "self, method, timeout=, args=, kwargs=",
+        f"{_CORE}.add_request": "self, request, request_wave=",
+        f"{_CORE}.set_weight_version": "self, weight_version",
+        f"{_CORE}.add_lora": "self, lora_request",
+        f"{_CORE}.remove_lora": "self, lora_id",
+        f"{_EXECUTOR}.init_kv_output_aggregator": "self, connector",
+    }
+    yield from lines(Signature, needed_for, asked)
     yield Call(f"{_CORE}.reset_prefix_cache", 1, (), needed_for)
     yield Call(f"{_CORE}.list_loras", 1, (), needed_for)
     yield Call(f"{_SCHEDULER}.get_kv_connector", 1, (), needed_for)
-    yield Signature(f"{_EXECUTOR}.init_kv_output_aggregator", "self, connector", needed_for)
     updates = ("start_weight_update", "update_weights", "finish_weight_update")
     noticed = {
         f"{_CORE}.__init__": "model_executor scheduler init_kv_output_aggregator",
         **{f"vllm.v1.engine.async_llm:AsyncLLM.{name}": f"collective_rpc {name}" for name in updates},
         f"{_SCHEDULER}._handle_blocked_waiting_request": "finished_recving_kv_req_ids",
     }
-    yield from _lines(Uses, needed_for, noticed)
+    yield from lines(Uses, needed_for, noticed)
     asleep = "memory is not given back that is registered"
     for name, parameters in {"sleep": ", level=, mode=", "wake_up": ", tags=", "release_kv_cache_memory": ""}.items():
         yield Signature(f"{_CORE}.{name}", f"self{parameters}", asleep)
@@ -326,7 +319,7 @@ def _kept() -> Iterator[Line]:
         f"{worker}.gpu.mm.encoder_cache:EncoderCache.__init__": "encoder_outputs",
         f"{_REQUEST}.__init__": "block_hashes cache_salt",
     }
-    yield from _lines(Uses, found, mentioned)
+    yield from lines(Uses, found, mentioned)
     yield Fields(f"{offloading}:RequestOffloadState", ("group_states",), found)
     yield Call(f"{_POOL}.evict_blocks", 2, (), found)
     yield Call(f"{encoded}.can_allocate", 5, (), found)
@@ -352,17 +345,16 @@ def _identity() -> Iterator[Line]:
         "vllm.multimodal.inputs:PlaceholderRange": "offset length",
         "vllm.lora.request:LoRARequest": "lora_name lora_int_id lora_path load_inplace",
     }
-    yield from _lines(Fields, compared, fields)
+    yield from lines(Fields, compared, fields)
     yield Attributes(_MODEL, ("architecture",), compared)
     adapters = {
         "vllm.lora.worker_manager:WorkerLoRAManager._load_adapter": "get_adapter_absolute_path",
         "vllm.lora.utils:get_adapter_absolute_path": "isabs startswith expanduser exists snapshot_download",
     }
-    yield from _lines(Uses, "adapters are read where vLLM reads them", adapters)
-    layer = "vllm.model_executor.layers.attention_layer_base:AttentionLayerBase"
-    yield Call(f"{layer}.get_attn_backend", 1, (), "how a layer's cache is ordered follows from its backend")
+    yield from lines(Uses, "adapters are read where vLLM reads them", adapters)
+    yield Call(f"{_LAYER}.get_attn_backend", 1, (), "how a layer's cache is ordered follows from its backend")
     request = {f"{_REQUEST}.__init__": "prompt_embeds lora_request mm_features cache_salt"}
-    yield from _lines(Uses, "requests are compared by it", request)
+    yield from lines(Uses, "requests are compared by it", request)
     yield Mentions(
         "vllm.v1.core.kv_cache_utils:generate_block_hash_extra_keys",
         ("lora_extra_keys", "mm_extra_keys", "cache_salt_keys", "prompt_embeds_keys"),
@@ -401,14 +393,51 @@ def _cache_hit_source() -> Iterator[Line]:
     yield Uses(f"{_BASE}.get_external_cache_hit_sources", ("_cache_hit_source",), "ours says so where they came from")
 
 
+def since_0_33() -> Iterator[Line]:
+    """Yields what vLLM has, and calls, from 0.33 on."""
+    called = {
+        f"{_BASE}.supports_sleep_mode": "cls, kv_transfer_config",
+        f"{_BASE}.unregister_kv_caches": "self",
+        f"{_BASE}.restore_kv_caches": "self",
+    }
+    yield from lines(Signature, _CALLED, called)
+    worker = f"{_WORKER}.gpu_worker:Worker"
+    for caller in ("sleep", "discard"):
+        yield Uses(f"{worker}.{caller}", ("unregister_kv_caches",), "memory is not written to that is given back")
+    yield Uses(f"{worker}.wake_up", ("restore_kv_caches",), "new memory is registered")
+    calls = "_set_kv_connector_handshake_metadata"
+    yield Mentions(f"{_CORE}.__init__", ("_initialize_kv_caches", calls), _FOUND)
+    yield Mentions(f"{_CORE}.{calls}", (_HANDSHAKE,), _FOUND)
+    yield Mentions(f"{_CORE}._initialize_kv_caches", (_TURNS, "set_kv_cache_layout"), _SETTLED)
+    last = f"{_WORKER}.gpu.kv_connector:ActiveKVConnector.finalize_step"
+    yield Uses(last, ("wait_for_save",), "pages leave so where the newer model runner drafts")
+    yield from _drafts()
+
+
+def _drafts() -> Iterator[Line]:
+    """What says which layers are a draft model's: vLLM marks them before it asks what they cache."""
+    marked = "layers are a draft model's by it"
+    yield Fields(_LAYER, ("is_draft_layer",), marked)
+    for drafts in (
+        "vllm.v1.spec_decode.llm_base_proposer:SpecDecodeBaseProposer.load_model",
+        f"{_WORKER}.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
+    ):
+        yield Uses(drafts, ("is_draft_layer",), marked)
+    for asks in (
+        f"{_WORKER}.gpu_model_runner:GPUModelRunner.get_kv_cache_spec",
+        f"{_WORKER}.gpu.attn_utils:get_kv_cache_spec",
+    ):
+        yield Mentions(asks, ("is_draft_layer", "is_draft"), "a cache is a draft's where its layer is marked")
+
+
 def _contract(
     version: str, unknown: frozenset[str] = frozenset(), more: Iterable[Line] = (), *, is_tried: bool = True
 ) -> Contract:
     caches = (_caches, _states, _projections)
     parts = (_callers, _structures, *caches, _configuration, _identity, _changes, _kept, _connectors_and_metrics)
     others = (line for part in parts for line in part())
-    lines = (*hook_lines(unknown), *others, *more)
-    return Contract("vLLM", (version,) if is_tried else (), lines, read=() if is_tried else (version,))
+    every = (*hook_lines(unknown), *others, *more)
+    return Contract("vLLM", (version,) if is_tried else (), every, read=() if is_tried else (version,))
 
 
 CONTRACTS = (
@@ -422,27 +451,22 @@ _ORDERED = "the order within a block is the CPU kernel's, and named by it"
 CPU_LINES: tuple[Line, ...] = (Call("vllm.v1.attention.backends.cpu_attn:_get_attn_isa", 4, (), _ORDERED),)
 """What holds besides where vLLM runs on a CPU."""
 
-_MEANWHILE = "blocks that decode servers fetch are kept meanwhile"
 
-ENDING = Contract(
-    "vLLM",
-    ("0.31.0", "0.32.0"),
-    (
-        Fields(_CONFIG, ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time"),
-        Uses(
-            f"{_CORE}Proc.run_engine_core",
-            ("signal_handler", "SIGTERM", "shutdown_timeout"),
-            "ours is called before its handler",
-        ),
-        Uses(
-            f"{_CORE}Proc._handle_shutdown",
-            ("shutdown_timeout", "has_work"),
-            "it takes no new requests, and ends what it has",
-        ),
-        Uses(f"{_CORE}Proc.has_work", ("has_requests",), _MEANWHILE),
-        Uses(f"{_INTERFACE}:SchedulerInterface.has_requests", ("has_finished_requests",), _MEANWHILE),
-    ),
-)
+def _ending() -> Iterator[Line]:
+    core = f"{_CORE}Proc"
+    yield Fields(_CONFIG, ("shutdown_timeout",), "what is open after a SIGTERM is aborted in time")
+    handler = {f"{core}.run_engine_core": "signal_handler SIGTERM shutdown_timeout"}
+    yield from lines(Uses, "ours is called before its handler", handler)
+    ends = {f"{core}._handle_shutdown": "shutdown_timeout has_work"}
+    yield from lines(Uses, "it takes no new requests, and ends what it has", ends)
+    kept = {
+        f"{core}.has_work": "has_requests",
+        f"{_INTERFACE}:SchedulerInterface.has_requests": "has_finished_requests",
+    }
+    yield from lines(Uses, "blocks that decode servers fetch are kept meanwhile", kept)
+
+
+ENDING = Contract("vLLM", ("0.31.0", "0.32.0"), tuple(_ending()))
 """What `termination` builds on. A server without it serves, and cannot be relied upon to drain on a SIGTERM."""
 
 
