@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import pairwise
+from pathlib import PurePath
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,13 @@ class Remark:
     is_wrong: bool = True
 
 
-class Deployment(Protocol):
+class Deployment:
     """What is said of one engine.
 
     Attributes:
         command: how its servers are started, in words.
+        program: two arguments that follow each other on their command lines.
+        module: what Python is told to run there otherwise.
         packages: distributions that it comes in.
         needs_registry: whether ranks of several machines need one that somebody has started.
         contract: compares the engine that is installed with what the plug-in builds on: a function, as module:name.
@@ -39,6 +42,8 @@ class Deployment(Protocol):
     """
 
     command: str
+    program: tuple[str, str]
+    module: str
     packages: tuple[str, ...]
     needs_registry: bool
     contract: str
@@ -46,6 +51,8 @@ class Deployment(Protocol):
 
     def is_server(self, arguments: Sequence[str]) -> bool:
         """Whether a command line is that of a server."""
+        names = [PurePath(each).name for each in arguments]
+        return self.program in pairwise(names) or self.module in arguments
 
     def installed(self, variables: Mapping[str, str]) -> Iterator[Remark]:
         """Says whether the engine will find the plug-in.
@@ -53,14 +60,15 @@ class Deployment(Protocol):
         Args:
             variables: the environment of its servers.
         """
+        raise NotImplementedError
 
     def options(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Remark]:
         """Says what a server's command line has of kvferry, and what it lacks.
 
         Args:
-            arguments: the command line.
             variables: an environment as the server's is.
         """
+        raise NotImplementedError
 
 
 def option(arguments: Sequence[str], name: str) -> str | None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
-from itertools import pairwise
-from pathlib import PurePath
 
-from kvferry.engines.deployment import Remark, option
+from kvferry.engines.deployment import Deployment, Remark, option
 
 _GROUP = "sglang.srt.plugins"
 _NAME = "kvferry"
@@ -18,22 +16,19 @@ _MODE = "--disaggregation-mode"
 _LOOPBACK = (None, "127.0.0.1", "localhost", "::1")
 
 
-class SglangDeployment:
-    """See `Deployment`."""
+class SglangDeployment(Deployment):
+    """What is said of SGLang."""
 
     command = "sglang.launch_server"
-    packages: tuple[str, ...] = ("sglang",)
+    program = ("sglang", "serve")
+    module = "sglang.launch_server"
+    packages = ("sglang",)
     needs_registry = False
     contract = "kvferry.engines.sglang.plugin:check_contract"
     example = f"{_MODE} prefill {_BACKEND} {_NAME}"
 
-    def is_server(self, arguments: Sequence[str]) -> bool:
-        """See `Deployment.is_server`."""
-        names = [PurePath(each).name for each in arguments]
-        return ("sglang", "serve") in pairwise(names) or "sglang.launch_server" in arguments
-
     def installed(self, variables: Mapping[str, str]) -> Iterator[Remark]:
-        """See `Deployment.installed`: SGLang finds plug-ins by their entry points, and SGLANG_PLUGINS chooses some."""
+        """Says it, as SGLang finds plug-ins by their entry points, and SGLANG_PLUGINS chooses some."""
         found = [each for each in entry_points(group=_GROUP) if each.name == _NAME]
         if not found:
             what = f"kvferry is no entry point of {_GROUP} in this environment: SGLang will not find it"
@@ -46,7 +41,6 @@ class SglangDeployment:
             yield Remark(what, "add kvferry", f"export SGLANG_PLUGINS={chosen},{_NAME}")
 
     def options(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Remark]:
-        """See `Deployment.options`."""
         mode = option(arguments, _MODE)
         if mode not in ("prefill", "decode"):
             yield Remark(f"{_MODE} is {mode!r}: this server transfers no cache", "docs/sglang.md", f"{_MODE} prefill")

