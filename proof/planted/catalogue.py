@@ -732,7 +732,7 @@ CATALOGUE = (
     PlantedFault(
         "what a window's first block has before the window stays there",
         "engines/vllm/blocks.py",
-        "(begin, self.written.start), ",
+        "(begin, written.start), ",
         "",
         "tests/unit/engines/test_vllm_clearing.py",
     ),
@@ -844,8 +844,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: an index hides the projection that knows the heads beside it",
         "engines/vllm/modules.py",
-        " and each.most_shards != 1]",
-        "]",
+        " and each.most_shards != 1}",
+        "}",
         "tests/unit/engines/test_vllm_heads.py",
     ),
     PlantedFault(
@@ -963,7 +963,7 @@ CATALOGUE = (
     PlantedFault(
         "another layer's projection says how KV heads are divided",
         "engines/vllm/modules.py",
-        "return any(id(each) in self._attention and each is not layer for each in parent.modules())",
+        "return any(id(each) in attention and each is not layer for each in parent.modules())",
         "return False",
         "tests/unit/engines",
     ),
@@ -1888,8 +1888,8 @@ CATALOGUE = (
     PlantedFault(
         "SGLang: a name of the hub's is taken for other weights than its directory",
         "engines/sglang/identity.py",
-        "    directory = model_directory(path, revision, cache)",
-        "    directory = None",
+        "identified(model_directory(path, revision, cache), ",
+        "identified(None, ",
         "tests/unit/engines/test_sglang_identity.py",
     ),
     PlantedFault(

@@ -11,11 +11,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
@@ -34,9 +34,8 @@ _BROKEN = (OSError, ValueError, LookupError, TypeError, AttributeError, Arithmet
 """What comes of files in which anything may stand."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """Bytes in a file.
+class _Stored(NamedTuple):
+    """Bytes in a file, of a tensor or of a sample of one.
 
     Attributes:
         name: of the tensor or file; what is the same in two directories has the same.
@@ -45,13 +44,6 @@ class _Stored:
 
     name: str
     kind: str
-    file: Path
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Sample:
     file: Path
     offset: int
     size: int
@@ -118,6 +110,16 @@ def adapter_use(configuration: Mapping[str, object]) -> str:
     return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
+def identified(directory: Path | None, name: str, identify: Callable[[Path], str] = weights_identity) -> str:
+    """Identifies what a directory has; returns the name where there is nothing to read, or not in a known form."""
+    try:
+        if directory is not None and directory.is_dir():
+            return identify(directory)
+    except ModelError as error:
+        log.warning("%s is identified by its name alone: %s", name, error)
+    return name
+
+
 def _stored(directory: Path) -> tuple[list[_Stored], int]:
     """Returns what is stored in a directory, by name, and how often each is sampled at most."""
     files = _safetensors(directory)
@@ -160,7 +162,7 @@ def _tensors(file: Path) -> list[_Stored]:
     ]
 
 
-def _samples(stored: Sequence[_Stored], reads_each: int) -> list[_Sample]:
+def _samples(stored: Sequence[_Stored], reads_each: int) -> list[_Stored]:
     """Chooses what to read, the same for all that are stored under the same names: spread over all, and over each."""
     chosen = stored
     if len(stored) > MOST_READS:
@@ -169,16 +171,16 @@ def _samples(stored: Sequence[_Stored], reads_each: int) -> list[_Sample]:
     return [sample for each in chosen for sample in _spread(each, count)]
 
 
-def _spread(stored: _Stored, count: int) -> Iterable[_Sample]:
+def _spread(stored: _Stored, count: int) -> Iterable[_Stored]:
     if stored.size <= count * SAMPLE_BYTES:
-        yield _Sample(stored.file, stored.offset, stored.size)
+        yield stored
         return
     for number in range(count):
         start = (2 * number + 1) * (stored.size - SAMPLE_BYTES) // (2 * count)
-        yield _Sample(stored.file, stored.offset + start, SAMPLE_BYTES)
+        yield stored._replace(offset=stored.offset + start, size=SAMPLE_BYTES)
 
 
-def _read_all(samples: Sequence[_Sample]) -> list[bytes]:
+def _read_all(samples: Sequence[_Stored]) -> list[bytes]:
     """Reads all samples in their order, many at a time: what takes time on a network's disks is to wait.
 
     Each reader has a share of them: to hand a single one over takes longer than to read it from the page cache, where
@@ -194,7 +196,7 @@ def _read_all(samples: Sequence[_Sample]) -> list[bytes]:
         return [shares[number % _READERS][number // _READERS] for number in range(len(samples))]
 
 
-def read_sample(descriptor: int, sample: _Sample) -> bytes:
+def read_sample(descriptor: int, sample: _Stored) -> bytes:
     """Reads a sample of a file."""
     data = os.pread(descriptor, sample.size, sample.offset)
     if len(data) != sample.size:

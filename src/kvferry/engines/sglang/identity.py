@@ -8,10 +8,9 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from kvferry.engines.checkpoints import model_directory, weights_identity
+from kvferry.engines.checkpoints import identified, model_directory
 from kvferry.engines.fingerprint import NONE, CacheIdentity
 from kvferry.engines.sglang.versions import kv_layout
-from kvferry.errors import ModelError
 
 _OF_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "rope_local_base_freq")
 _OF_WINDOWS = ("layer_types", "sliding_window_pattern", "attention_chunk_size", "full_attention_interval")
@@ -28,7 +27,6 @@ def cache_identity(
         given: its options about the model.
         speculative: those about speculative decoding.
         execution: those about how the model runs.
-        version: SGLang's.
     """
     text = model.hf_text_config
     cache_dtype = args.kv_cache_dtype_str
@@ -43,7 +41,7 @@ def cache_identity(
         content_order=_content_order(args),
         rope=_some(text, _OF_ROPE),
         attention_window=_windows(model, text),
-        quantization=_quantization(model, given),
+        quantization=str(getattr(model, "quantization", None) or given.quantization or NONE),
         speculative_model=_speculative(speculative, given.download_dir),
         metadata_rows=f"{', '.join(map(str, args.aux_item_lens))} bytes",
     )
@@ -63,13 +61,7 @@ def weights_of(path: str, revision: str | None, load_format: str, config: Any, c
 
 
 def _identified(path: str, revision: str | None, cache: str | None, shown: str | None) -> str:
-    directory = model_directory(path, revision, cache)
-    if directory is not None:
-        try:
-            return weights_identity(directory)
-        except ModelError:
-            pass  # of a form that only SGLang reads: the directory's name has to do
-    return f"{path} at {shown or 'its default revision'}"
+    return identified(model_directory(path, revision, cache), f"{path} at {shown or 'its default revision'}")
 
 
 def _scales(cache_dtype: str, path: str | None) -> str:
@@ -105,10 +97,6 @@ def _windows(model: Any, text: Any) -> str:
     if window is None or window < 0:
         return NONE
     return f"{window} tokens, {_some(text, _OF_WINDOWS)}"
-
-
-def _quantization(model: Any, given: Any) -> str:
-    return str(getattr(model, "quantization", None) or given.quantization or NONE)
 
 
 def _speculative(speculative: Any, cache: str | None) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, TypeAlias
 from uuid import uuid4
 
-from kvferry.engines.checkpoints import adapter_identity, model_directory
+from kvferry.engines.checkpoints import adapter_identity, identified, model_directory
 from kvferry.engines.vllm.aside import FoundAside
-from kvferry.errors import ModelError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -54,7 +53,6 @@ class Adapters:
     """The adapters of an engine, owned by its scheduler's thread. Files are read aside."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self.replaced: Callable[[str], None] = lambda _: None
         """Told the name of an adapter that has become another. What was computed with it is not to be used."""
         self._loaded: dict[int, _Adapter] = {}  # by vLLM's number
@@ -210,16 +208,6 @@ class Adapters:
         return True
 
 
-def identified(identify: Callable[[Path], str], directory: Path, name: str) -> str:
-    """Identifies what a directory has, or says its name where there is nothing to read."""
-    try:
-        if directory.is_dir():
-            return identify(directory)
-    except ModelError as error:
-        log.warning("%s is identified by its name alone: %s", name, error)
-    return name
-
-
 def _read(lora: Any, loaded: _Adapter | None, *, may_be_named: bool) -> _Adapter:
     """Reads what an adapter is, unless it is what was loaded."""
     name, path = f"the adapter {lora.lora_name!r}", lora.lora_path
@@ -227,7 +215,7 @@ def _read(lora: Any, loaded: _Adapter | None, *, may_be_named: bool) -> _Adapter
         files = _files(path)
         if loaded is not None and loaded.is_what(_Adapter(path, files, "")):
             return loaded
-        text = identified(adapter_identity, _directory(path), name)
+        text = identified(_directory(path), name, adapter_identity)
         if _files(path) == files:  # else they were written meanwhile
             if text != name or may_be_named:
                 return _Adapter(path, files, text)

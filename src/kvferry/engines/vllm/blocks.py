@@ -13,7 +13,6 @@ prefill side has there, which vLLM has cleared.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -24,34 +23,6 @@ from kvferry import Interval
 from kvferry.engines.vllm.caches import CacheGroup
 from kvferry.engines.vllm.layouts import DescribedCaches, LayerPages
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks
-
-
-@dataclass(frozen=True, slots=True)
-class _Loaded:
-    """A request's tokens in the blocks of a group that were loaded, by their positions among those of this rank.
-
-    Attributes:
-        blocks: what the blocks have room for.
-        held: how many tokens were here before.
-        written: those that came.
-    """
-
-    blocks: Interval
-    held: int
-    written: Interval
-
-    def rest(self, *, is_absent: bool) -> Iterator[Interval]:
-        """Yields what nobody has written.
-
-        Args:
-            is_absent: whether nothing has come of these layers.
-        """
-        begin, end = max(self.blocks.start, self.held), self.blocks.stop
-        if is_absent or not self.written:
-            rest = [(begin, end)]
-        else:
-            rest = [(begin, self.written.start), (max(begin, self.written.stop), end)]
-        yield from (Interval(start, stop) for start, stop in rest if start < stop)
 
 
 class LoadedBlocks:
@@ -92,19 +63,23 @@ class LoadedBlocks:
         prefix = loaded.prefix_tokens if blocks.held_tokens is None else blocks.held_tokens
         needed = max(prefix, self._groups[name].first_attended(loaded.tokens))
         held, start, stop = (self._described.kept(name, tokens) for tokens in (prefix, needed, loaded.tokens))
-        found = _Loaded(Interval(before, before + len(pages) * page_tokens), held, Interval(start, max(start, stop)))
+        begin, end = max(before, held), before + len(pages) * page_tokens
+        written = Interval(start, max(start, stop))  # of the positions of tokens among those of this rank
         for layer in layers:
-            for rest in found.rest(is_absent=layer.component in absent):
-                _clear(layer, pages, rest.start - before, rest.stop - before)
+            for first, last in _unwritten(begin, end, None if layer.component in absent else written):
+                _clear(layer, pages, first - before, last - before)
+
+
+def _unwritten(begin: int, end: int, written: Interval | None) -> Iterator[tuple[int, int]]:
+    """Yields what nobody has written from one position to another."""
+    rest = [(begin, written.start), (max(begin, written.stop), end)] if written else [(begin, end)]
+    yield from (each for each in rest if each[0] < each[1])
 
 
 def copy_blocks(described: DescribedCaches, group: str, blocks: GroupBlocks, copies: GroupBlocks) -> None:
     """Copies blocks of all layers of a group. Does not wait for the device.
 
     Args:
-        described: the caches.
-        group: the group's name.
-        blocks: that are copied.
         copies: where they go, in the same order.
     """
     if not len(blocks.blocks):

@@ -70,7 +70,6 @@ def forms_of(name: str, spec: Any, layer: Any, backend: str, *, is_nvidia: bool 
     """Returns how a layer's cache is to be read, part by part.
 
     Args:
-        name: the layer's name.
         spec: what vLLM says of its cache, as its backend has changed it (an `AttentionSpec`).
         layer: its module, with its cache.
         backend: the name of the backend that reads and writes it.
@@ -154,9 +153,6 @@ def _is_shuffled(layer: Any) -> bool:
 def packed(cache: Any, layer: str) -> Any:
     """Returns a view of (page, head, everything else) of a cache of (page, head, entry, content).
 
-    Args:
-        layer: the layer's name.
-
     Raises:
         LayoutError: if entries and content do not lie behind each other.
     """
@@ -180,7 +176,6 @@ class CachePart:
     """One of the parts of a layer's cache.
 
     Attributes:
-        name: what it is.
         view: returns it, given the layer's tensor.
         is_packed: whether its tokens cannot be told apart.
     """
@@ -221,7 +216,6 @@ def parts_of(spec: Any, backend: str) -> tuple[CachePart, ...]:
 
     Args:
         spec: what vLLM says of the cache, as the backend has changed it (an `AttentionSpec`).
-        backend: its name.
     """
     heads, slots, mode = spec.num_kv_heads, spec.num_head_slots, quant_mode(spec)
     if slots == 2 * heads and mode == "NVFP4":
@@ -230,12 +224,10 @@ def parts_of(spec: Any, backend: str) -> tuple[CachePart, ...]:
         if backend in ("CUTLASS_MSA", "TRITON_MSA"):
             return (CachePart("keys and values", partial(_pairs_of_slots, heads), is_packed=True),)
     if slots == 2 and spec.state_content_bytes == heads * spec.head_size * spec.dtype.itemsize and mode != "NVFP4":
-        if backend == "B12X":
-            views = (partial(_side_by_token, side, heads) for side in range(2))
-            return tuple(CachePart(name, view, is_packed=False) for name, view in zip(_SIDES, views, strict=True))
-        if backend == "ROCM_ATTN":
-            views = (partial(_side_by_head, side, heads) for side in range(2))
-            return tuple(CachePart(name, view, is_packed=True) for name, view in zip(_SIDES, views, strict=True))
+        view = {"B12X": _side_by_token, "ROCM_ATTN": _side_by_head}.get(backend)
+        if view is not None:
+            is_packed = view is _side_by_head
+            return tuple(CachePart(name, partial(view, side, heads), is_packed) for side, name in enumerate(_SIDES))
     return ()
 
 

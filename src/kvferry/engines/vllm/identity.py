@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from kvferry.engines.checkpoints import model_directory, weights_identity
+from kvferry.engines.checkpoints import identified, model_directory
 from kvferry.engines.fingerprint import (
     NONE,
     CacheIdentity,
@@ -18,7 +17,7 @@ from kvferry.engines.fingerprint import (
     request_conditions,
     short_text,
 )
-from kvferry.engines.vllm.adapters import Adapters, identified
+from kvferry.engines.vllm.adapters import Adapters
 from kvferry.engines.vllm.forms import quant_mode
 from kvferry.engines.vllm.prompts import PromptDigests
 from kvferry.engines.vllm.weights import WeightsVersion
@@ -79,11 +78,9 @@ def cache_identity(
     """Returns what a worker's caches are. Reads samples of the model's files.
 
     Args:
-        vllm_config: vLLM's.
         layers: of every layer that is transferred, what it keeps (an `AttentionSpec` or a `MambaSpec`) and the name of
             its backend. Those of a draft model are left out: the other side may have none.
         draft_layers: the same of those.
-        version: of vLLM.
         fp8_dtype: what `fp8` stands for on this platform.
         packing: the name of an order that only the kernel knows, which the layout has; None where there is none.
         platform: where its kernels run.
@@ -212,7 +209,6 @@ class Conditions:
         Waits for what is not known.
 
         Args:
-            request: vLLM's.
             tokens: how many of its prompt are exchanged, from the first on.
         """
         features = getattr(request, "mm_features", None) or ()
@@ -255,8 +251,7 @@ def _weights(vllm_config: Any, model: Any, platform: Platform) -> str:
             ranks += f", experts divided over {parallel.data_parallel_size} times as many"
         shapes = short_text(_chosen(_as_dict(model.hf_text_config), "") | {"dtype": model.dtype})
         return short_text(f"dummy on {platform.device}, of {name}{revision} on {ranks}: {shapes}")
-    directory = model_directory(name, model.revision, load.download_dir)
-    return identified(weights_identity, directory or Path(name), f"{name}{revision}")
+    return identified(model_directory(name, model.revision, load.download_dir), f"{name}{revision}")
 
 
 def _speculative_model(vllm_config: Any, content_order: str, platform: Platform) -> str:

@@ -18,6 +18,19 @@ _SECONDS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
 _BYTES = tuple(float(1 << power) for power in range(12, 37, 2))
 _DESCRIPTORS = (1.0, 4.0, 16.0, 64.0, 256.0, 1024.0, 4096.0, 16384.0, 65536.0, 262144.0)
 
+_HISTOGRAMS = {
+    "sent_bytes": ("sent_bytes", "Bytes that a rank sent for a request.", _BYTES),
+    "sent_descriptors": ("sent_descriptors", "Descriptors that a rank posted for a request.", _DESCRIPTORS),
+    "send_s": ("send_seconds", "Time during which at least one write of a request was on its way.", _SECONDS),
+    "receive_s": ("receive_seconds", "Time from asking for a request's cache to having it.", _SECONDS),
+}
+"""By figure, its metric's name, what it says, and its buckets."""
+
+_COUNTERS = {
+    "failed_sends": "Requests that a rank did not send.",
+    "failed_receives": "Requests that a rank did not receive.",
+}
+
 
 @dataclass
 class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
@@ -68,42 +81,26 @@ class KVFerryPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-        def of_engines(kind: type, name: str, documentation: str, **more: Any) -> Any:
-            metric = metric_types[kind](
-                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=labelnames, **more
+        def made(kind: type, name: str, documentation: str, labels: list[str], **more: Any) -> Any:
+            return metric_types[kind](
+                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=labels, **more
             )
-            return create_metric_per_engine(metric, per_engine_labelvalues)
 
-        def by_kind(name: str, documentation: str) -> dict[str, Any]:
-            metric = metric_types[Counter](
-                name=f"vllm:kvferry_{name}", documentation=documentation, labelnames=[*labelnames, "kind"]
+        self._histograms = {
+            figure: create_metric_per_engine(
+                made(Histogram, name, documentation, labelnames, buckets=buckets), per_engine_labelvalues
             )
-            return {
+            for figure, (name, documentation, buckets) in _HISTOGRAMS.items()
+        }
+        self._counters = {}
+        for name, documentation in _COUNTERS.items():
+            counter = made(Counter, name, documentation, [*labelnames, "kind"])
+            self._counters[name] = {
                 kind: create_metric_per_engine(
-                    metric, {engine: [*values, kind] for engine, values in per_engine_labelvalues.items()}
+                    counter, {engine: [*values, kind] for engine, values in per_engine_labelvalues.items()}
                 )
                 for kind in KINDS
             }
-
-        self._histograms = {
-            "sent_bytes": of_engines(Histogram, "sent_bytes", "Bytes that a rank sent for a request.", buckets=_BYTES),
-            "sent_descriptors": of_engines(
-                Histogram, "sent_descriptors", "Descriptors that a rank posted for a request.", buckets=_DESCRIPTORS
-            ),
-            "send_s": of_engines(
-                Histogram,
-                "send_seconds",
-                "Time during which at least one write of a request was on its way.",
-                buckets=_SECONDS,
-            ),
-            "receive_s": of_engines(
-                Histogram, "receive_seconds", "Time from asking for a request's cache to having it.", buckets=_SECONDS
-            ),
-        }
-        self._counters = {
-            "failed_sends": by_kind("failed_sends", "Requests that a rank did not send."),
-            "failed_receives": by_kind("failed_receives", "Requests that a rank did not receive."),
-        }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Counts the figures of an interval."""

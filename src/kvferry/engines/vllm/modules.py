@@ -16,7 +16,7 @@ tree of modules than the model, whose layers are the first.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
@@ -88,7 +88,6 @@ def held_heads(
     Args:
         cached: what each layer says of its own cache.
         attention: the layers of the model, as vLLM lists them (`static_forward_context`).
-        coordinates: the rank's place.
         modules: returns modules among which are those around the attention layers. On a single rank it is not called.
 
     Raises:
@@ -96,16 +95,16 @@ def held_heads(
     """
     is_divided = coordinates.tp_size > 1
     # vLLM lists other layers too; and what is the same on every rank needs no projection, that of an index, say.
-    layers = [attention[name] for name, each in cached.items() if name in attention and each.most_shards != 1]
-    tree = _ModuleTree(layers, modules()) if is_divided else None
+    layers = {id(attention[name]) for name, each in cached.items() if name in attention and each.most_shards != 1}
+    parents = parents_of(modules()) if is_divided else {}
     found: dict[str, HeldPart | None] = {}
     for name, layer in cached.items():
         if layer.are_slots:
             found[name] = None
-        elif tree is None:
+        elif not is_divided:
             found[name] = HeldPart.whole(layer.count)
         else:
-            near = tree.of(attention[name]) if name in attention else ()
+            near = _near(attention[name], layers, parents) if name in attention else ()
             found[name] = _agreed(name, list(_witnesses(name, layer, near, coordinates)))
     return found
 
@@ -177,29 +176,27 @@ def _divided(total: int, own: int, coordinates: RankCoordinates) -> Interval | N
     return None
 
 
-class _ModuleTree:
-    """Which modules are around which, as far as attention layers are concerned."""
+def _near(layer: Any, attention: Collection[int], parents: Mapping[int, Sequence[Module]]) -> list[Module]:
+    """Returns the modules around a layer that say how many heads there are, unless another layer is among them.
 
-    def __init__(self, attention: Iterable[Any], modules: Iterable[Module]) -> None:
-        self._attention = {id(layer) for layer in attention}
-        self._parents = parents_of(modules)
+    Those of its own attention come first; what is further away counts only if they say nothing.
 
-    def of(self, layer: Any) -> list[Module]:
-        """Returns the modules around a layer that say how many heads there are, unless another layer is among them.
+    Args:
+        attention: attention layers, by their ids.
+        parents: as of `parents_of`.
+    """
+    level = [layer]
+    for _ in range(_FURTHEST):
+        around = {id(parent): parent for each in level for parent in parents.get(id(each), ())}
+        level = [each for each in around.values() if not _has_another(each, layer, attention)]
+        inside = {id(each): each for parent in level for each in parent.modules()}
+        if near := [each for each in inside.values() if hasattr(each, "total_num_kv_heads")]:
+            return near
+    return []
 
-        Those of its own attention come first; what is further away counts only if they say nothing.
-        """
-        level = [layer]
-        for _ in range(_FURTHEST):
-            parents = {id(parent): parent for each in level for parent in self._parents.get(id(each), ())}
-            level = [parent for parent in parents.values() if not self._has_another(parent, layer)]
-            inside = {id(each): each for parent in level for each in parent.modules()}
-            if near := [each for each in inside.values() if hasattr(each, "total_num_kv_heads")]:
-                return near
-        return []
 
-    def _has_another(self, parent: Module, layer: Any) -> bool:
-        return any(id(each) in self._attention and each is not layer for each in parent.modules())
+def _has_another(parent: Module, layer: Any, attention: Collection[int]) -> bool:
+    return any(id(each) in attention and each is not layer for each in parent.modules())
 
 
 def draft_layers(
