@@ -250,18 +250,13 @@ class Contract:
         return tuple(text for _, text in self.differences(code, only_read=False))
 
     def moved(self, code: EngineCode | None = None) -> tuple[str, ...]:
-        """Returns how an engine differs in what was merely read: a text for each such line.
-
-        Args:
-            code: as above.
-        """
+        """Returns how an engine differs in what was merely read: a text for each such line."""
         return tuple(text for _, text in self.differences(code, only_read=True))
 
     def differences(self, code: EngineCode | None = None, *, only_read: bool) -> Iterator[tuple[Line, str]]:
         """Yields the lines of one level that do not hold, and how the engine differs.
 
         Args:
-            code: as above.
             only_read: whether of those that were merely read.
         """
         code = code or Imported()
@@ -277,7 +272,6 @@ def contract_for(contracts: Sequence[Contract], version: str) -> Contract:
 
     Args:
         contracts: the oldest first.
-        version: the engine's.
     """
     earlier = [each for each in contracts if _numbers((*each.tried, *each.read)[0]) <= _numbers(version)]
     return earlier[-1] if earlier else contracts[-1]
@@ -290,7 +284,6 @@ def enforce(contracts: Sequence[Contract], version: str, *, warns: bool = True) 
 
     Args:
         contracts: the oldest first.
-        version: the engine's.
         warns: whether to warn; what is checked more than once need not.
 
     Raises:
@@ -330,7 +323,6 @@ def holds(contract: Contract, version: str, otherwise: str) -> bool:
     """Checks what the plug-in serves well without, and logs an error where that has changed.
 
     Args:
-        version: the engine's.
         otherwise: what a user misses then, as a sentence without its full stop.
 
     Returns:

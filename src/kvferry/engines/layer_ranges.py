@@ -36,7 +36,6 @@ class LayerRanges:
         """Divides a rank's layers.
 
         Args:
-            layout: the rank's.
             most: how many ranges there are to be. There are no more than layers.
             apart_from: components whose pages are not handed in before the step's end, or whose layers come after it.
         """

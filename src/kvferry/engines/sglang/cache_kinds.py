@@ -341,7 +341,6 @@ def check_pool(pool: Any, layers: str) -> str:
     """Returns the name of a pool's class.
 
     Args:
-        pool: one of SGLang's.
         layers: those that it is for, in words.
 
     Raises:
@@ -356,7 +355,6 @@ def check_order(pool: Any, layers: str) -> None:
     """Refuses a MHATokenToKVPool whose bytes kvferry cannot describe.
 
     Args:
-        pool: SGLang's.
         layers: those that it is for, in words.
 
     Raises:

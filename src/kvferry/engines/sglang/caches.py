@@ -53,7 +53,6 @@ class Listed:
     """
 
     def __init__(self, name: str, addresses: Sequence[int], lengths: Sequence[int], items: Sequence[int]) -> None:
-        """Nothing is taken yet."""
         self.name = name
         self.items = items
         self._addresses, self._lengths, self._at = addresses, lengths, 0

@@ -27,7 +27,6 @@ def check_listed(states: Sequence[Enum], target: Any, main: Any, windowed: Any, 
 
     Args:
         states: what it lists beside keys and values.
-        target: the model's pool.
         main: what it has of full attention, or of latents.
         windowed: that of windows; None if there is none.
         draft: a draft model's; None if there is none.
@@ -72,7 +71,6 @@ def sparse_of(main: Any, draft: Any, listed: Listed) -> list[Uncut]:
     and then of scores, in which every token's place follows from its position: it is the same on both sides.
 
     Args:
-        main: the model's DSATokenToKVPool.
         draft: a draft model's pool; None if there is none.
         listed: the buffers, of a page or a ring; a layer that takes another one's choice has none.
 
@@ -110,7 +108,6 @@ def pooled_of(target: Any, draft: Any, listed: Listed) -> list[Uncut]:
     and then one of positions, as long as a pool, in which every token's place follows from its position.
 
     Args:
-        target: the model's QSATokenToKVPool.
         draft: a draft model's pool; None if there is none.
         listed: the buffers, a draft model's behind the model's own.
 
@@ -145,7 +142,6 @@ def scales_of(pool: Any, heads: Heads | None) -> Heads:
 
     Args:
         pool: a MHATokenToKVPoolMXFP8.
-        heads: its keys and values.
     """
     assert heads is not None
     block = pool.MXFP8_SCALE_BLOCK_SIZE

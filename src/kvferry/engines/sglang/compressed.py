@@ -36,8 +36,6 @@ def compressed_caches(
     """Reads what a rank caches of DeepSeek V4.
 
     Args:
-        args: its KVArgs.
-        target: its DeepSeekV4TokenToKVPool.
         draft: its draft model's pool; None if it has none.
         window_tokens: how long the window is; None if its scheduler does not say it.
         layers: how many the whole model has; None if all are on this rank.

@@ -90,7 +90,6 @@ def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     """Returns what a request's cache depends on.
 
     Args:
-        req: SGLang's Req.
         has_digests: as for `around_requests`. Without them another image in the same place is not noticed.
     """
     tokens = _tokens(req)

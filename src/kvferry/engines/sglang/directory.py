@@ -86,7 +86,6 @@ def get(bootstrap_address: str, path: str, timeout_s: float = _ANSWER_S) -> Answ
 
     Args:
         bootstrap_address: host and port. Requests name it: anybody may answer there.
-        timeout_s: the longest wait.
 
     Raises:
         EngineEndedError: if nobody listens there.
@@ -112,10 +111,6 @@ def _is_refused(error: BaseException | None) -> bool:
 
 def ask(bootstrap_address: str, timeout_s: float = _ANSWER_S) -> Announcement:
     """Requests a bootstrap server's announcement.
-
-    Args:
-        bootstrap_address: host and port.
-        timeout_s: the longest wait.
 
     Raises:
         EngineEndedError, RegistryUnreachableError: as `get`.
@@ -156,7 +151,7 @@ class _Place:
 
 
 class Directory(Registry):
-    """The registries of all prefill engines that requests have named, as one.
+    """The registries of all prefill engines that requests have named, as one; the rest is asked of the settings' own.
 
     A prefill server that is started again is another engine, behind the same bootstrap address. Where a registry cannot
     be reached, or does not know the engine, its bootstrap server is asked whether it is the same before that counts.
@@ -180,7 +175,6 @@ class Directory(Registry):
         """Remembers where an engine is registered, in the place of one that its bootstrap server announced before.
 
         Args:
-            url: its registry's address.
             bootstrap_address: host and port of the bootstrap server that announced it.
         """
         with self._places_lock:
@@ -203,7 +197,6 @@ class Directory(Registry):
 
     @property
     def url(self) -> str:
-        """The address of the registry that the settings name."""
         return self._named.url
 
     def url_for(self, engine: str) -> str:
@@ -233,15 +226,12 @@ class Directory(Registry):
             self._lost(place.bootstrap_address)
 
     def register(self, registration: RankRegistration) -> float:
-        """Registers a rank at the registry that the settings name, see `Registry.register`."""
         return self._named.register(registration)
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
-        """Ends a rank's registration there, see `Registry.remove`."""
         return self._named.remove(engine, engine_rank, incarnation)
 
     def engines(self) -> tuple[EngineView, ...]:
-        """Returns every engine that is registered there, see `Registry.engines`."""
         return self._named.engines()
 
     def drain(self, engine: str) -> tuple[str, ...]:
@@ -250,27 +240,21 @@ class Directory(Registry):
         return (self._named if place is None else place.registry).drain(engine)
 
     def drains(self, endpoint: str) -> bool:
-        """Whether an endpoint that registered there was told to drain, see `Registry.drains`."""
         return self._named.drains(endpoint)
 
     def release(self, endpoint: str) -> None:
-        """Releases an endpoint there, see `Registry.release`."""
         self._named.release(endpoint)
 
     def released(self) -> tuple[str, ...]:
-        """Returns the endpoints that were released there, see `Registry.released`."""
         return self._named.released()
 
     def findings(self) -> Iterator[Finding]:
-        """Says how that registry is, see `Registry.findings`."""
         return self._named.findings()
 
     def watch(self, changed: OnChange) -> None:
-        """Has changes there told, see `Registry.watch`."""
         self._named.watch(changed)
 
     def load(self) -> None:
-        """Loads what requests need, see `Registry.load`."""
         self._named.load()
 
     def close(self) -> None:

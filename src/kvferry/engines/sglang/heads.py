@@ -32,9 +32,6 @@ def totals_by_layer(modules: Iterable[Module]) -> Mapping[int, frozenset[int]]:
     """Returns what is said of each layer: how many KV heads it has over all ranks, by the layer's number.
 
     Two numbers may be said of one layer where another model is in the process.
-
-    Args:
-        modules: those to look at.
     """
     totals: dict[int, frozenset[int]] = {}
     for module in modules:

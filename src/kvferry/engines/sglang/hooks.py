@@ -73,7 +73,6 @@ class Hook:
     """One thing of SGLang's that the plug-in changes.
 
     Attributes:
-        target: its name.
         change: a function that is called before, after or around it, or what stands in its place.
         kind: the name of a HookType.
     """
@@ -162,9 +161,6 @@ def keep_until_proven(queue: Any, *, limit_is_users: bool) -> None:
 
 def check_pages_are_kept(*, limit_is_users: bool) -> None:
     """Refuses to receive where pages of failed requests would not be kept until it is safe to give them away.
-
-    Args:
-        limit_is_users: as above.
 
     Raises:
         EngineContractError: if this process has no transfer queue that our hook has seen, or one with a limit.

@@ -137,7 +137,6 @@ def layer_steps(args: Any, layout: RankLayout, most: int) -> LayerSteps | None:
 
     Args:
         args: the rank's KVArgs, to which `remember_pools` has added its pools.
-        layout: the rank's.
         most: into how many ranges its layers are to be divided.
 
     Raises:
@@ -207,7 +206,6 @@ def announce(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> 
     overlapping steps it has not where a prompt's next step begins: that step's pages leave at its end.
 
     Args:
-        scheduler: SGLang's.
         request: as it schedules it.
         allow_send: false while pages of the request may still be loaded from the host.
     """

@@ -101,12 +101,7 @@ def _understood(answer: Future[Any]) -> Future[dict[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Why a look-up has failed.
-
-    Attributes:
-        error: what it has met.
-        at: when.
-    """
+    """Why a look-up has failed."""
 
     error: Exception
     at: float

@@ -58,13 +58,10 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     Attributes:
         state_types: what the rank caches beside keys and values.
         caches: what the rank caches, and how it lies in memory.
-        metadata_rows: SGLang's metadata buffers.
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
-        weights: what the rank says of them by now.
         is_closed: whether it has ended for good.
         is_released: whether SGLang has given the memory of the caches away, for now: there is no endpoint then.
-        place: where the rank stands.
         servers: what it knows of prefill servers, on a decode rank.
         rooms: the numbers of its requests' rooms.
         stock_peers: answers decode servers without kvferry, on a prefill rank.
@@ -392,7 +389,6 @@ class RoomNumbers:
     """The numbers that SGLang's tables have senders and receivers under."""
 
     def __init__(self) -> None:
-        """Has given none."""
         self._requests: WeakValueDictionary[int, Any] = WeakValueDictionary()  # senders or receivers, by room
         self._private = itertools.count(-2, -1)  # numbers that no room has
 

@@ -20,12 +20,7 @@ _EVERY_TOKEN = TokenShare()
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the parts that something is divided into.
-
-    Attributes:
-        index: which one.
-        count: how many there are.
-    """
+    """One of the parts that something is divided into."""
 
     index: int = 0
     count: int = 1
@@ -95,7 +90,6 @@ class Placement:
         Args:
             pages: page numbers as SGLang gives them, the same on all ranks that divide the tokens.
             first: how many pages of the request come before them.
-            tokens: how many tokens the request has.
 
         Raises:
             EngineContractError: if pages do not go round as SGLang says they do.

@@ -178,7 +178,6 @@ def caches_of(
         recurrent: the configuration of its layers with recurrent state, as `mambaish_config` finds it; None if it has
             none.
         totals: what projections say of each layer's KV heads, as `totals_by_layer` finds it.
-        place: where the rank stands.
 
     Raises:
         LayoutError: if there is a cache of a kind that kvferry does not transfer.

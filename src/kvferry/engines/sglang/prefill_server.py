@@ -198,7 +198,6 @@ class PrefillServers:
 
         Args:
             prefill_dp_rank: the data-parallel group there that has the request.
-            reason: why, in words.
         """
         server = self._servers.get(address)
         if server is not None and not server.engine:

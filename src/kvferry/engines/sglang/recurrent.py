@@ -39,12 +39,8 @@ def state_buffers(
     """Yields the buffers of a rank's recurrent state, with the blocks that their channels are made of.
 
     Args:
-        args: its KVArgs.
         number: of the state there.
         given: what SGLang lists for it.
-        pool: that has it.
-        recurrent: the configuration of its layers.
-        place: where the rank stands.
     """
     count = len(given)
     layers = args.state_layer_ids[number] or range(count)

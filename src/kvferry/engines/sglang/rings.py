@@ -64,7 +64,6 @@ class Rings:
 
         Args:
             window_places: where its window is: in the ring of the same number.
-            tokens: how many the request has.
         """
         assert self.overlap is not None
         count = min(tokens, OVERLAP_TOKENS)
@@ -79,7 +78,6 @@ class Rings:
         Args:
             pages: of the window, up to the request's last one.
             first: how many of the request's pages come before them.
-            tokens: how many the request has.
 
         Raises:
             EngineContractError: if the request's last page is another one.
@@ -103,7 +101,6 @@ class Rings:
 
         Args:
             slots: the request's; none where nothing is left to be compressed.
-            tokens: how many the request has.
         """
         assert self.pair is not None
         if not len(slots):

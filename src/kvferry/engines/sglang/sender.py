@@ -41,7 +41,6 @@ class _Step:
     """Pages that the model computes, before SGLang hands them in.
 
     Attributes:
-        pages: page numbers.
         ready: after it the device has written them; None if they are there.
         groups: what this rank has of them, once layers leave.
         left: how many ranges of layers of them have left.
@@ -60,7 +59,6 @@ class _Chunk:
     """What SGLang hands in at once.
 
     Attributes:
-        pages: page numbers.
         state_indices: what it hands in beside keys and values.
         may_end: whether the request ends with it if its pages are the last ones.
         step: the step that computed it, if layers may have left meanwhile.

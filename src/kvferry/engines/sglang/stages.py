@@ -59,7 +59,6 @@ def _stage(of_model: Sequence[int] | None, held: Sequence[int] | None, kind: str
 
     Args:
         of_model: their numbers in the whole model, ascending.
-        held: those of this rank.
     """
     if of_model is None or held is None:
         raise LayoutError(

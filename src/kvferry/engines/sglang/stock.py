@@ -40,7 +40,6 @@ class StockPeers:
         """Starts to listen.
 
         Args:
-            context: SGLang's ZMQ context.
             socket: its PULL socket, which nobody else uses.
             keep_s: how long the number of a room is kept that SGLang has not opened here yet.
             end: ends this rank's room, if it is here; returns whether it is. None where such peers may end none.
@@ -106,7 +105,6 @@ def abort(context: Any, bootstrap_address: str, info: PrefillServerInfo, room: i
     """Tells the ranks of a prefill server without kvferry that a room ends. One that has not got it yet ignores that.
 
     Args:
-        context: SGLang's ZMQ context.
         info: what its bootstrap server says of it.
         dp_rank: the data-parallel group there that has the room.
 

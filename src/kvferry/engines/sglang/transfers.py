@@ -82,13 +82,11 @@ def state_pages(
     What lies in pages with the numbers of keys and values has none of its own: it goes with them, chunk by chunk.
 
     Args:
-        types: what the rank caches.
         indices: those of each type, as SGLang gives them; None where there are none.
         total_pages: those of the whole request; a window's are the last of them.
         last: the last pages of the request's keys and values.
         index: the last pages of its index, where that has pages of its own.
         rings: how long DeepSeek V4's rings are; None without any.
-        tokens: how many the request has.
 
     Raises:
         EngineContractError: if what lies in pages of keys and values is said to lie in others, or other places of a
@@ -134,10 +132,8 @@ def whole_pages(
     their place as there are ranks, and each of them as many tokens as a rank has of one page.
 
     Args:
-        groups: what the rank caches.
         pages: the next ones of keys and values, as SGLang gives them.
         first: how many come before them.
-        tokens: how many tokens the request has.
     """
     found = {}
     if DRAFT_GROUP in groups:
@@ -192,9 +188,5 @@ def may_report_failure(ranks: int, heard_at: float) -> bool:
     """Whether a rank that has heard of a failure may say so, since the others of its group know why by now.
 
     They hear of it at different times, and the client is told what the first rank knows when any of them reports it.
-
-    Args:
-        ranks: how many there are in the group.
-        heard_at: when the rank heard of it.
     """
     return ranks == 1 or time.monotonic() >= heard_at + _OTHERS_HEAR_S

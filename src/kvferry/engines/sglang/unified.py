@@ -63,7 +63,6 @@ def around_gate(original: Callable[[Any], Callable[[], bool]], scheduler: Any) -
 
     Args:
         original: returns SGLang's own, which is True where pages may be moved.
-        scheduler: of the rank.
     """
     gate = original(scheduler)
 

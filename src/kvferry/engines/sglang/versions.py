@@ -64,7 +64,6 @@ def refused(
     """Returns options that 0.5.22 does not let us do, and whether each is on.
 
     Args:
-        manager: SGLang's CommonKVManager.
         is_decode: whether the server is a decode server.
         has_checksums: whether SGLang is to compare checksums.
         has_rust_server: whether SGLang's server is the one in Rust.

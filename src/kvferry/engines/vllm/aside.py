@@ -17,11 +17,7 @@ class FoundAside(Generic[Found]):
     """
 
     def __init__(self, thread: str) -> None:
-        """Begins with nothing.
-
-        Args:
-            thread: the name of the thread.
-        """
+        """Begins with nothing."""
         self._found: dict[str, tuple[object, Future[Found]]] = {}  # by request
         self._thread = ThreadPoolExecutor(1, thread)
 

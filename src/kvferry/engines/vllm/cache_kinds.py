@@ -150,7 +150,6 @@ def check_transferred(spec: Any, layer: str) -> None:
 
     Args:
         spec: what vLLM says of a layer's cache (a KVCacheSpec).
-        layer: the layer's name.
 
     Raises:
         LayoutError: if it is of a kind that is refused or not known, naming kind and layer.

@@ -61,7 +61,6 @@ class CacheGroup:
 
     Attributes:
         name: what the group is called in layouts; no other group of the rank has the same.
-        layer_names: as vLLM calls them.
         block_tokens: tokens in a block on one rank.
         window_tokens: how many of the last tokens the next one attends to, itself left out; None for all.
         chunk_tokens: the length of the chunks that the request is divided into, where a token attends to those of its
@@ -97,7 +96,6 @@ class CacheGroup:
 
         Args:
             prefix_tokens: how many of them are there already.
-            tokens: those.
         """
         stop = -(-tokens // self.table_tokens)
         if self.has_state:

@@ -43,8 +43,6 @@ class Changes:
         """Begins with an engine that has just started.
 
         Args:
-            side: what sends and fetches.
-            conditions: what caches depend on.
             follows_sleep: whether this vLLM tells connectors when it gives the caches' memory back.
         """
         self.follows_sleep = follows_sleep
@@ -145,7 +143,6 @@ class Changes:
 
         Args:
             method: the name of a worker's method, or a function.
-            ask: asks it.
         """
         weights = self._conditions.weights
         if not weights.is_known:
@@ -303,8 +300,6 @@ def _around(owner: Any, name: str, changes_of: Callable[..., Changes | None], ou
     """Calls ours around a method of vLLM's, once the connector is there.
 
     Args:
-        owner: the class.
-        name: the method's.
         changes_of: returns ours, given what the method is called with.
         ours: takes it, and what calls the original one, and the other arguments.
     """

@@ -36,13 +36,7 @@ def whole_request(name: str, arrival_time: float) -> tuple[str, float] | None:
 
 
 class FetchState(Enum):
-    """How far the first choice of a request is with what it fetches.
-
-    Attributes:
-        FETCHING: it is on its way.
-        FETCHED: it has come.
-        FAILED: it does not come.
-    """
+    """How far the first choice of a request is with what it fetches."""
 
     FETCHING = "fetching"
     FETCHED = "fetched"
@@ -55,7 +49,6 @@ class Fetch(Generic[Request]):
 
     Attributes:
         request: the first choice, which fetches; None once it has lost what it had, or where it had it from elsewhere.
-        state: how far it is.
     """
 
     request: Request | None
@@ -66,7 +59,6 @@ class FirstChoices(Generic[First]):
     """What is known of the first choices of the latest requests, by whatever tells requests apart."""
 
     def __init__(self) -> None:
-        """Begins with none."""
         self._first: OrderedDict[Hashable, First] = OrderedDict()
 
     def __contains__(self, key: Hashable) -> bool:

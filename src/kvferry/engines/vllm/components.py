@@ -98,7 +98,6 @@ def with_those_elsewhere(shards: Collection[Shard], components: Iterable[Compone
     """Yields a rank's shards, and an empty one for every component of which it holds nothing.
 
     Args:
-        shards: what the rank holds.
         components: those of the whole model.
     """
     yield from shards

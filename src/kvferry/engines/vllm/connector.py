@@ -93,7 +93,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Makes one side of the connector, as vLLM asks for it in each of its processes.
 
         Args:
-            vllm_config: of the engine.
             role: whether this is the scheduler's side or a worker's.
             kv_cache_config: which layers share block tables.
 

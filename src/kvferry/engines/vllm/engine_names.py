@@ -25,7 +25,6 @@ class EngineNames:
     """Answers `GET /query` of vLLM's HTTP server, and leaves all other requests to it."""
 
     def __init__(self, app: ASGIApp) -> None:
-        """Takes what answers other requests."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -26,7 +26,6 @@ class Fetches:
 
         Args:
             groups: in the order of the block tables.
-            conditions: what caches depend on.
         """
         self._groups, self._conditions = groups, conditions
         self._tables: BlockTables | None = None
@@ -49,8 +48,6 @@ class Fetches:
         """Returns how many tokens can be fetched of so many that are not here; None as long as nobody knows.
 
         Args:
-            params: of the request.
-            request: the request.
             there: how many of its tokens the prefill engine sends.
             tokens: how many of these are not here.
         """
@@ -97,8 +94,6 @@ class Fetches:
         """Returns what is to be fetched of a request.
 
         Args:
-            params: of the request.
-            request: the request.
             there: how many of its tokens the prefill engine sends.
             blocks: those of the request, group by group; None if it has none.
             tokens: how many are to be fetched; 0 where all are here.

@@ -34,7 +34,6 @@ def refuse_what_would_be_wrong(vllm_config: Any, *, sends_layers: bool = False, 
     """Refuses a configuration of vLLM's under which what is transferred would be wrong, or be missing something.
 
     Args:
-        vllm_config: vLLM's `VllmConfig`.
         sends_layers: whether layers leave before their step is over.
         follows_sleep: whether this vLLM tells connectors when it gives the caches' memory back.
 

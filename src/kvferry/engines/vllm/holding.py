@@ -28,7 +28,6 @@ class HeldRequests:
 
         Args:
             hold_s: how long each is held in any case.
-            now: the time.
         """
         self._hold_s = hold_s
         self._now = now

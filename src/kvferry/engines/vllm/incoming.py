@@ -22,8 +22,6 @@ class _Load:
     """A request on its way.
 
     Attributes:
-        blocks: where it goes.
-        receiver: its room.
         is_given_up: whether what comes of it is not to be used, even if all does.
     """
 

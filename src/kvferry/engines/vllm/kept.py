@@ -23,7 +23,6 @@ class Beside:
     """
 
     def __init__(self, connector: Any) -> None:
-        """Takes one."""
         self.name = type(connector).__name__
         self._scheduler, self._original = getattr(connector, "connector_scheduler", None), connector.reset_cache
         self._result: bool | None = None
@@ -66,21 +65,11 @@ class Beside:
 
 
 class EncoderOutputs:
-    """Has vLLM drop what was encoded before a change. For the scheduler's thread, between two steps or within one.
-
-    Attributes:
-        name: what it is called.
-    """
+    """Has vLLM drop what was encoded before a change. For the scheduler's thread, between two steps or within one."""
 
     name = "vLLM's encoder cache"
 
     def __init__(self, scheduler: Any, executor: Any) -> None:
-        """Takes an engine's.
-
-        Args:
-            scheduler: vLLM's.
-            executor: asks the workers.
-        """
         self._manager, self._executor = scheduler.encoder_cache_manager, executor
         self._is_elsewhere = scheduler.ec_connector is not None
         self._keeps_elsewhere = False
@@ -120,12 +109,7 @@ class EncoderOutputs:
 
 
 def drop_encoded(worker: Any, keys: Sequence[str]) -> str:
-    """Has a worker drop what was encoded. Returns what went wrong, and does not raise, as `parameter_sums`.
-
-    Args:
-        worker: vLLM's.
-        keys: by which it has that.
-    """
+    """Has a worker drop what was encoded. Returns what went wrong, and does not raise, as `parameter_sums`."""
     try:
         cache = worker.model_runner.encoder_cache
         outputs = getattr(cache, "encoder_outputs", cache)  # of the second model runner, and of the first

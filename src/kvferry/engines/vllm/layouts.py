@@ -43,7 +43,6 @@ class LayerPages:
     """What a layer keeps of tokens, or one of the parts of it.
 
     Attributes:
-        component: whose it is.
         pages: a view of (page, head, entry, content), or, packed, of (page, head, everything).
         page_tokens: tokens in a page.
         is_packed: whether tokens do not lie apart in a page.
@@ -62,7 +61,6 @@ class DescribedCaches:
     """What a worker's caches are.
 
     Attributes:
-        layout: for kvferry.
         pages_per_block: by group, into how many pages a kernel divides a block of the block table.
         has_chunks: whether layers attend within chunks: how many tokens at a request's end are needed is not the same
             for every request then.
@@ -86,9 +84,7 @@ class _Layer:
 
     Attributes:
         number: of the layer, in the whole model; of a draft model's, in that.
-        is_draft: whether it is a draft model's.
         heads: which KV heads the cache has; None where that is not known.
-        form: how the cache is to be read.
         packing: the name of the order within a page; None where tokens can be told apart.
         page_tokens: tokens in a page of the tensor.
     """
@@ -204,9 +200,6 @@ def numbers_in_turn(caches: Iterable[str], model: ModelShape) -> dict[str, int]:
 
     Where a name has two numbers a model may compute each layer several times, for several caches. Nothing is known of
     the order then.
-
-    Args:
-        caches: the names of layers with a cache.
     """
     own = [name for name in caches if name not in model.drafts]
     return {} if any(len(_numbers(name)) > 1 for name in own) else {name: layer_number(name) for name in own}

@@ -78,7 +78,6 @@ class _Request:
     """A request that is sent.
 
     Attributes:
-        sender: its room.
         ranges: how many ranges of layers there are.
         waiting: what has not left, in order.
         being_computed: the pages of the step that runs, once some of their layers were added.
@@ -231,11 +230,8 @@ class OutgoingRequests:
         """Adds pages of a request, or their first layers, which the same pages follow once their step is over.
 
         Args:
-            request: vLLM's name for it.
             open_sender: opens the request's room; called with its first pages.
-            groups: the pages, by group.
             fence: of the step, or of the layers, that compute the pages; None if they are computed.
-            last: whether these are the last pages.
             ranges: how many ranges of layers these are; None for all of them.
 
         Raises:
@@ -285,8 +281,6 @@ class OutgoingRequests:
         """Aborts a request that is not needed any more. Returns whether it has.
 
         Args:
-            request: vLLM's name for it.
-            reason: says so.
             unless_asked_for: whether it goes on where a decode rank has opened its room.
         """
         with self._lock:

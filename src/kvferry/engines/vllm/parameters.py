@@ -34,7 +34,6 @@ class SendParameters:
     """A request whose cache is to be sent.
 
     Attributes:
-        room: its number.
         is_known: whether the other side has the number already, so that pages may leave before the prompt is done.
     """
 
@@ -47,8 +46,6 @@ class ReceiveParameters:
     """A request whose cache comes from elsewhere.
 
     Attributes:
-        room: its number.
-        engine: the prefill engine.
         instance: the start of it that has the request; None where nobody says.
     """
 
@@ -106,7 +103,6 @@ def answer(params: SendParameters, *, engine: str, request: str, tokens: int, in
     """Makes what a prefill server answers: parameters for the decode server.
 
     Args:
-        engine: this engine.
         request: vLLM's name for the request here.
         tokens: how many tokens can be fetched.
         instance: this start of the engine; empty if it has no name.

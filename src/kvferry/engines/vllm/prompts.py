@@ -40,7 +40,6 @@ class PromptDigests:
     """
 
     def __init__(self) -> None:
-        """Begins with none."""
         self.found: FoundAside[PromptDigest] = FoundAside("kvferry-vllm-prompts")
 
     def is_known(self, request: Any, tokens: int) -> bool:

@@ -89,10 +89,7 @@ class SchedulerSide:
 
         Args:
             groups: in the order of the block tables. Those that are not transferred are not among them.
-            engine: this engine's name.
             instance: the name of this start of it, as its workers have it; empty if it has none.
-            may_send: whether it sends caches.
-            may_receive: whether it receives caches.
             held_back_tokens: how many of a prompt's last tokens are not sent. The same on both sides.
             hold_s: how long what was computed is held for decode engines in any case.
             conditions: what the caches of requests depend on. A request of which it is not known is scheduled later.
@@ -206,7 +203,6 @@ class SchedulerSide:
         """Takes the blocks that were allocated for a request, which is exchanged from now on, or computed here.
 
         Args:
-            request: the request.
             blocks: those of the request, group by group.
             tokens: how many are to be fetched; 0 where all are here.
         """
@@ -342,8 +338,6 @@ class SchedulerSide:
         """Ends what is on its way of requests: what computed their caches is there no more.
 
         Args:
-            requests: those.
-            reason: says so.
             arrived: those of them whose caches have come, and with which vLLM has not gone on yet.
         """
         self._step.fail.update(arrived)
@@ -417,7 +411,6 @@ class SchedulerSide:
         """Has the decode engine told that a request will not be sent, if it may ask for it.
 
         Args:
-            request: the request.
             is_first: whether it was to be sent itself, and not another choice for it.
         """
         try:

@@ -112,7 +112,6 @@ def sharing_ranks(spec: Any, parallel_config: Any) -> int:
 
     Args:
         spec: what its layers keep (a `KVCacheSpec`).
-        parallel_config: vLLM's `ParallelConfig`.
 
     Raises:
         SettingsError: if there is context parallelism and vLLM does not say of its caches whether ranks share them.

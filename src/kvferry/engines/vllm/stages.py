@@ -44,11 +44,7 @@ def of_all_stages(own: Own) -> list[Own]:
 
 @contextmanager
 def telling_problems(stages: int) -> Iterator[None]:
-    """Tells the other stages if something is raised, in the place of what they are to be told next.
-
-    Args:
-        stages: how many there are.
-    """
+    """Tells the other stages if something is raised, in the place of what they are to be told next."""
     try:
         yield
     except OtherStageError:

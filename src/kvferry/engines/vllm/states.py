@@ -82,9 +82,7 @@ class StateLayer:
 
     Attributes:
         number: of the layer, in the whole model; of a draft model's, among those of the draft.
-        name: as vLLM calls it.
         group: the name of its group.
-        kept: what it keeps.
         drafts: how many layers the draft model has whose layer it is; 0 for one of the model's.
     """
 
@@ -103,7 +101,6 @@ def states_of(spec: Any, layer: Any, coordinates: RankCoordinates, *, channels_f
 
     Args:
         spec: what vLLM says of its cache (a `MambaSpec`).
-        layer: its module.
         channels_first: whether a convolution's channels come before what it has seen of each.
     """
     channel = 0 if channels_first else 1
@@ -198,7 +195,6 @@ class _Piece:
     """What one layer has of one component.
 
     Attributes:
-        layer: the layer.
         view: (block, *dimensions), with an axis of length 1 for a rank's share.
         axes: those behind the layer's.
         held: what this rank has along them, by name.
@@ -237,11 +233,7 @@ def state_forms(
 
 
 def state_shards(component: Component, pieces: Sequence[_Piece]) -> Iterator[Shard]:
-    """Yields the shards of a component of recurrent state.
-
-    Args:
-        pieces: what layers have of it.
-    """
+    """Yields the shards of a component of recurrent state."""
     for run in runs_of(pieces, lambda each: (each.layer.number, each.layer.group, each.held)):
         first, last = run[0].layer.number, run[-1].layer.number
         yield shard_from_tensors(

@@ -33,9 +33,7 @@ class GroupBlocks:
         """Returns blocks of a request by number, without those that vLLM does not keep.
 
         Args:
-            group: whose.
             first: the position of the first of them. The block with a request's state is the only one.
-            blocks: the blocks.
         """
         numbers = np.array([block.block_id for block in blocks if not block.is_null], np.int64)
         return cls(0 if group.has_state else first, numbers)
@@ -59,11 +57,9 @@ class BlocksToSend:
     """Blocks of a request that are filled once the step is done.
 
     Attributes:
-        request: vLLM's name for it.
         room: its number on both sides.
         tokens: how many tokens are sent in all.
         groups: its blocks, by group.
-        is_last: whether these are the last ones.
         depends_on: digests of what the request's cache depends on.
     """
 
@@ -80,9 +76,7 @@ class BlocksToReceive:
     """The blocks that a request's cache is received into.
 
     Attributes:
-        request: vLLM's name for it.
         room: its number on both sides.
-        engine: the prefill engine.
         prefix_tokens: tokens that are here already.
         tokens: how many there will be.
         groups: where they go, by group. Without any blocks the prefill engine only learns that none are needed.
@@ -116,7 +110,6 @@ class Step:
 
     Attributes:
         send: blocks that leave, in order.
-        receive: the caches that are requested.
         preempted: requests that have just lost their blocks. They come again from the start.
         give_up: requests that are not needed any more, and why.
         needed: requests whose blocks vLLM needs for others, unless somebody is fetching them.

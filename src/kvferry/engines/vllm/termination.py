@@ -60,7 +60,6 @@ def drain_timeout_s(settings: Settings, shutdown_timeout_s: float) -> float:
     """Returns how long rooms may stay open after a SIGTERM: what is set, and less than vLLM gives its engine process.
 
     Args:
-        settings: of kvferry.
         shutdown_timeout_s: vLLM's --shutdown-timeout; 0 where it kills the process at once.
     """
     return min(settings.drain_timeout_s, max(shutdown_timeout_s - _LEAVES_S, shutdown_timeout_s / 2))

@@ -37,9 +37,6 @@ def parameter_sums(worker: Any) -> dict[str, int] | str:
 
     vLLM calls it in each of them. Were one to raise, it would leave what the others answer, and take that for the
     answers to its next question.
-
-    Args:
-        worker: vLLM's.
     """
     try:
         return _sums(worker)

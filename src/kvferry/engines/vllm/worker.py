@@ -86,8 +86,6 @@ class WorkerSide:
         log: the figures of transfers.
         prefill: sends; None on a decode server.
         decode: receives; None on a prefill server.
-        incoming: requests that are received.
-        outgoing: requests that are being sent.
     """
 
     def __init__(
@@ -109,13 +107,7 @@ class WorkerSide:
         """Registers the caches and starts what is needed.
 
         Args:
-            described: the caches.
-            coordinates: this worker's place.
-            settings: of kvferry.
-            engine: this engine's name.
             instance: the name of this start of it, as its scheduler has it.
-            sends: whether it sends caches.
-            receives: whether it receives caches.
             fingerprint: what its caches are beyond their layout.
             loaded_blocks: clears what loads leave in their blocks; None where vLLM clears no blocks either.
             layer_numbers: by the name that vLLM tells when the model is through with a layer, its number; None if
@@ -217,7 +209,6 @@ class WorkerSide:
 
         Args:
             name: vLLM's name for the layer.
-            step: the one that runs.
             fence: makes one of what was queued until now.
         """
         number = self._layer_numbers.get(name)
