@@ -724,7 +724,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "what a load of vLLM's leaves in its blocks stays there",
-        "engines/vllm/incoming.py",
+        "engines/vllm/worker.py",
         "                self._loaded_blocks.clear(load.blocks, load.receiver.stats.absent)\n",
         "                pass\n",
         "tests/unit/engines/test_vllm_clearing.py",
@@ -1305,7 +1305,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "what vLLM does not show of kvferry's log stays hidden",
-        "engines/vllm/log_handlers.py",
+        "engines/vllm/__init__.py",
         "        hidden.addHandler(handler)\n",
         "        pass\n",
         "tests/unit/engines/test_vllm_log_handlers.py",

@@ -17,7 +17,7 @@ from kvferry.loggers import logger_of
 
 PACKAGE = Path(kvferry.__file__).parent
 
-CONFIGURES = {"loggers.py", "engines/vllm/log_handlers.py"}
+CONFIGURES = {"loggers.py", "engines/vllm/__init__.py"}
 """Files that get a logger to set it up, and log nothing with it."""
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvferry.engines.vllm.log_handlers import share_handlers
+from kvferry.engines.vllm import share_handlers
 
 
 class Lines(logging.Handler):

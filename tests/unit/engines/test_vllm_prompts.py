@@ -13,9 +13,9 @@ import torch
 from tests.support.waiting import eventually
 
 from kvferry.engines.fingerprint import PROMPT, prompt_digest, request_conditions
-from kvferry.engines.vllm import identity, prompts
+from kvferry.engines.vllm import aside, identity
+from kvferry.engines.vllm.aside import LONGEST_AT_ONCE, PromptDigest, PromptDigests
 from kvferry.engines.vllm.identity import Conditions
-from kvferry.engines.vllm.prompts import LONGEST_AT_ONCE, PromptDigest, PromptDigests
 
 LONG = [number * 7919 % 150_000 for number in range(5 * LONGEST_AT_ONCE)]
 
@@ -40,7 +40,7 @@ def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: py
         assert threading.current_thread() is threading.main_thread() or may_go_on.wait(30)
         return prompt_digest(tokens, count)
 
-    monkeypatch.setattr(prompts, "prompt_digest", slow)
+    monkeypatch.setattr(aside, "prompt_digest", slow)
     conditions, short, long = Conditions(), request("short", LONG[:100]), request("long", LONG)
     assert conditions.are_known(short, 99)
     assert conditions.of(short, 99) == request_conditions(LONG, count=99)
@@ -92,7 +92,7 @@ def test_a_prompt_that_is_given_as_an_embedding_is_digested_aside_and_has_no_tok
         assert may_go_on.wait(30)
         return prompt_digest(tokens, count)
 
-    monkeypatch.setattr(prompts, "prompt_digest", slow)
+    monkeypatch.setattr(aside, "prompt_digest", slow)
     digests, rows = PromptDigests(), torch.arange(12, dtype=torch.bfloat16).reshape(4, 3)
     assert not digests.is_known(request("r", None, rows), 3)
     may_go_on.set()

@@ -16,15 +16,7 @@ from sglang.srt.runtime_context import get_disagg, get_parallel
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.network import NetworkAddress
 
-from kvferry import (
-    DecodeEndpoint,
-    MemoryKind,
-    PrefillEndpoint,
-    RankCoordinates,
-    RankLayout,
-    Receiver,
-    TransferState,
-)
+from kvferry import DecodeEndpoint, MemoryKind, PrefillEndpoint, RankCoordinates, RankLayout, Receiver, TransferState
 from kvferry.engines.device_events import DeviceEvents
 from kvferry.engines.sglang import stock
 from kvferry.engines.sglang.directory import ask, difference, registry_url

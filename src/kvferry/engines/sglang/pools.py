@@ -26,13 +26,7 @@ from kvferry.engines.sglang.caches import (
     Uncut,
     listed_state,
 )
-from kvferry.engines.sglang.companions import (
-    check_listed,
-    own_scales_of,
-    pooled_of,
-    scales_of,
-    sparse_of,
-)
+from kvferry.engines.sglang.companions import check_listed, own_scales_of, pooled_of, scales_of, sparse_of
 from kvferry.engines.sglang.heads import total_of
 from kvferry.engines.sglang.look_ups import take_over
 from kvferry.engines.sglang.minimax import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from kvferry.engines.vllm import caches
+from kvferry.engines.vllm.caches import Request
 from kvferry.engines.vllm.parameters import ReceiveParameters, SendParameters
 
 MOST_REMEMBERED = 4096
@@ -26,7 +26,6 @@ MOST_REMEMBERED = 4096
 _CHOICE = re.compile(r"\d+_(?P<whole>.+)", re.DOTALL)
 
 First = TypeVar("First")
-Request = TypeVar("Request")
 
 
 def whole_request(name: str, arrival_time: float) -> tuple[str, float] | None:
@@ -44,7 +43,7 @@ class FetchState(Enum):
 
 
 @dataclass(slots=True)
-class Fetch(Generic[Request]):
+class Fetch:
     """The fetch that serves all choices of a request.
 
     Attributes:
@@ -75,13 +74,13 @@ class FirstChoices(Generic[First]):
             self._first.popitem(last=False)
 
 
-def send_key(request: caches.Request, params: SendParameters) -> Hashable | None:
+def send_key(request: Request, params: SendParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
     whole = whole_request(request.request_id, request.arrival_time)
     return None if whole is None else (whole, params.room if params.is_known else None)
 
 
-def fetch_key(request: caches.Request, params: ReceiveParameters) -> Hashable | None:
+def fetch_key(request: Request, params: ReceiveParameters) -> Hashable | None:
     """Returns what all choices of a request have in common, and no two requests; None if it is no choice."""
     whole = whole_request(request.request_id, request.arrival_time)
     return None if whole is None else (whole, params.engine, params.room)

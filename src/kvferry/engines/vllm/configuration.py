@@ -7,23 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
 from kvferry import RankCoordinates, Settings
 from kvferry.engines.vllm.cache_kinds import check_on_device, check_transferred
 from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
 from kvferry.engines.vllm.forms import CacheForm, forms_of, is_the_same_everywhere, role_of
-from kvferry.engines.vllm.identity import (
-    BY_PLACE,
-    MULTIMODAL_FIELD,
-    Platform,
-    multimodal_inputs,
-)
+from kvferry.engines.vllm.identity import BY_PLACE, MULTIMODAL_FIELD, Platform, multimodal_inputs
 from kvferry.engines.vllm.modules import CachedHeads, draft_layers, held_heads
 from kvferry.engines.vllm.shares import sharing_ranks
 from kvferry.engines.vllm.states import WHOLE_REQUEST, KeptStates, is_ring, ring_of, states_of

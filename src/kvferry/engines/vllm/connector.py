@@ -37,10 +37,7 @@ from kvferry.engines.vllm.configuration import (
     platform,
 )
 from kvferry.engines.vllm.guards import buffer_notice, held_back_tokens, refuse_what_would_be_wrong
-from kvferry.engines.vllm.identity import (
-    Conditions,
-    cache_identity,
-)
+from kvferry.engines.vllm.identity import Conditions, cache_identity
 from kvferry.engines.vllm.layouts import describe, numbers_in_turn
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.scheduling import SchedulerSide

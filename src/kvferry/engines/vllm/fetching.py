@@ -32,8 +32,8 @@ class Fetches:
         self._pool: BlockPool | None = None
         self._receiving: set[str] = set()
         self._outdated: set[str] = set()  # those whose caches are not to be used, even if they come
-        self._choices: FirstChoices[Fetch[Request]] = FirstChoices()
-        self._first: dict[str, Fetch[Request]] = {}  # by the names of first choices that have not ended
+        self._choices: FirstChoices[Fetch] = FirstChoices()
+        self._first: dict[str, Fetch] = {}  # by the names of first choices that have not ended
         self._copied: dict[str, list[Block]] = {}  # blocks that are kept while they are copied, by whom they are for
 
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
@@ -130,7 +130,7 @@ class Fetches:
         if wanted.is_wanted:
             self._receiving.add(request.request_id)
 
-    def _can_copy(self, fetch: Fetch[Request], request: Request, there: int, tokens: int) -> bool:
+    def _can_copy(self, fetch: Fetch, request: Request, there: int, tokens: int) -> bool:
         """Whether the first choice still has what another one lacks."""
         first = fetch.request
         if any(group.has_state for group in self._groups):
@@ -151,7 +151,7 @@ class Fetches:
             start, stop = group.needed(there - tokens, there)
             yield group, start, stop, table[start:stop]
 
-    def _copy(self, fetch: Fetch[Request], request: Request, wanted: BlocksToReceive, step: Step) -> None:
+    def _copy(self, fetch: Fetch, request: Request, wanted: BlocksToReceive, step: Step) -> None:
         """Lets the workers copy the first choice's blocks, which are kept until they have."""
         if wanted.problem or fetch.request is None or fetch.state is not FetchState.FETCHED:
             problem = wanted.problem or "the cache of another choice of the same request did not come"
@@ -170,7 +170,7 @@ class Fetches:
 
     # ---- ends ---------------------------------------------------------------------------------------------------
 
-    def lost_blocks(self, name: str) -> Fetch[Request] | None:
+    def lost_blocks(self, name: str) -> Fetch | None:
         """Takes that a request has lost its blocks: no other choice is to have them. Returns its fetch, if it has."""
         fetch = self._first.pop(name, None)
         if fetch is not None:

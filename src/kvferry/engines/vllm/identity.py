@@ -10,16 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvferry.engines.checkpoints import identified, model_directory
-from kvferry.engines.fingerprint import (
-    NONE,
-    CacheIdentity,
-    MultimodalInput,
-    request_conditions,
-    short_text,
-)
+from kvferry.engines.fingerprint import NONE, CacheIdentity, MultimodalInput, request_conditions, short_text
 from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.aside import PromptDigests
 from kvferry.engines.vllm.forms import quant_mode
-from kvferry.engines.vllm.prompts import PromptDigests
 from kvferry.engines.vllm.weights import WeightsVersion
 from kvferry.loggers import logger_of
 
