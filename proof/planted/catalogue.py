@@ -1180,8 +1180,8 @@ CATALOGUE = (
     PlantedFault(
         "vLLM: layers that it has marked as a draft's are searched for",
         "engines/vllm/modules.py",
-        "if name in cached and _is_marked(layer)",
-        "if False and _is_marked(layer)",
+        "if name in cached and getattr",
+        "if False and getattr",
         "tests/unit/engines/test_vllm_drafts.py",
     ),
     PlantedFault(

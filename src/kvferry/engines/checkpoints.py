@@ -197,7 +197,6 @@ def _read_all(samples: Sequence[_Stored]) -> list[bytes]:
 
 
 def read_sample(descriptor: int, sample: _Stored) -> bytes:
-    """Reads a sample of a file."""
     data = os.pread(descriptor, sample.size, sample.offset)
     if len(data) != sample.size:
         raise ValueError(f"{sample.file.name} ends before byte {sample.offset + sample.size:,}")

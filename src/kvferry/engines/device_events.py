@@ -33,7 +33,6 @@ class AllOf:
     events: Sequence[DeviceEvent]
 
     def synchronize(self) -> None:
-        """Waits until the device has come to all of them."""
         for event in self.events:
             event.synchronize()
 

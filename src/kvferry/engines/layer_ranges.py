@@ -62,7 +62,6 @@ class LayerRanges:
 
     @property
     def count(self) -> int:
-        """How many there are."""
         return len(self.bounds) + 1
 
     def before(self, number: int) -> int:

@@ -44,7 +44,6 @@ class KVFerryBootstrapServer(BaseKVBootstrapServer):  # type: ignore[misc]
             client.drain(self._engine)
 
     def close(self) -> None:
-        """Closes the bootstrap server and the registry."""
         self._routes.close()
         if self._registry is not None:
             self._registry.close()

@@ -8,7 +8,7 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from kvferry.errors import LayoutError
@@ -288,7 +288,7 @@ class Caches:
 
     kv: Attention
     page_tokens: int
-    draft: Buffers = field(default_factory=lambda: Buffers((), (), ()))
+    draft: Buffers = NOTHING.buffers
     draft_heads: Heads | None = None
     window: Attention | None = None
     window_tokens: int | None = None

@@ -202,8 +202,9 @@ def _windows(pool: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterato
             continue
         # Rings of pages have OVERLAP_TOKENS of each page of the window, of which the first need not be whole.
         pages = 1 if pool._unified_kv else -(-pool.sliding_window // pool.swa_page_size) + 1
+        dtype = str(here[0].kv_score_buffer.kv_score.dtype).removeprefix("torch.")
         yield Uncut.of(
-            f"{prefix}pending {what} of {here[0].ratio}, {_dtype(here[0])}",
+            f"{prefix}pending {what} of {here[0].ratio}, {dtype}",
             listed.take(len(here), places=here[0].ring_size),
             None,
             OVERLAP_GROUP,
@@ -238,10 +239,6 @@ def _pending(pool: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterato
 def _rows(_: Any, listed: Listed, prefix: str, layers: _Layers) -> Iterator[Uncut]:
     """Yields where the draft model's windows begin."""
     yield Uncut.of(f"{prefix}window begin", listed.take(1), None, ROW_GROUP, layers.with_windows())
-
-
-def _dtype(pool: Any) -> str:
-    return str(pool.kv_score_buffer.kv_score.dtype).removeprefix("torch.")
 
 
 _READERS = {"swa": _windows, "swa_ring": _rings, "c128_state": _pending, "request_row": _rows}

@@ -11,7 +11,6 @@ import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -52,8 +51,8 @@ def around_requests(has_digests: Callable[[], bool]) -> Callable[..., Any]:
     """
 
     def around_a_request(original: Callable[..., Any], queue: Any, req: Any, *arguments: Any, **named: Any) -> Any:
-        take = partial(_prompt, req, has_digests=has_digests())
-        token = _current.set(take)
+        digests = has_digests()
+        token = _current.set(lambda: Prompt(len(_tokens(req)), conditions_of(req, has_digests=digests)))
         try:
             return original(queue, req, *arguments, **named)
         finally:
@@ -105,10 +104,6 @@ def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
         multimodal=inputs,
         salt=_salt(req),
     )
-
-
-def _prompt(req: Any, *, has_digests: bool) -> Prompt:
-    return Prompt(len(_tokens(req)), conditions_of(req, has_digests=has_digests))
 
 
 def _tokens(req: Any) -> Any:

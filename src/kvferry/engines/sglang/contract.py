@@ -33,7 +33,6 @@ TRIED = ("0.5.22", "0.5.23")
 
 
 def engine_version() -> str:
-    """Returns SGLang's version."""
     from sglang.version import __version__
 
     return str(__version__)

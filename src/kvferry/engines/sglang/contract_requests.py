@@ -17,7 +17,6 @@ _LIKEWISE = "likewise"
 
 
 def requests() -> Iterator[Line]:
-    """Yields all of it."""
     conditions = "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds multimodal_inputs"
     yield from lines(Uses, "a request's conditions are read from them", {f"{_BATCH}:Req.__init__": conditions})
     yield Fields(f"{_BATCH}:MultimodalInputs", ("mm_items",), "images and the like are read from it")

@@ -258,7 +258,6 @@ class Directory(Registry):
         self._named.load()
 
     def close(self) -> None:
-        """Closes all connections."""
         with self._places_lock:
             places = list(self._places.values())
         for place in places:

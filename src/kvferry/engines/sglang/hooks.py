@@ -84,19 +84,19 @@ class Hook:
     @property
     def has_target(self) -> bool:
         """Whether this SGLang has what it changes."""
+        return self._found is not None
+
+    @property
+    def _found(self) -> Any:
         try:
-            pkgutil.resolve_name(self.target)
+            return pkgutil.resolve_name(self.target)
         except (ImportError, AttributeError):
-            return False
-        return True
+            return None
 
     @property
     def is_in_effect(self) -> bool:
         """Whether SGLang has applied it, and nobody has taken it away since."""
-        try:
-            found = pkgutil.resolve_name(self.target)
-        except (ImportError, AttributeError):
-            return False
+        found = self._found
         if isinstance(self.change, type) and issubclass(self.change, Enum):
             # Somebody else may have added to it after us.
             names = getattr(found, "__members__", {})

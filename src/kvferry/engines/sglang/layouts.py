@@ -106,7 +106,6 @@ class _Pools:
         self._counts = {group: min(pages) for group, pages in counts.items()}
 
     def shards(self) -> Iterator[Shard]:
-        """Yields all shards."""
         for row in self._attention():
             yield from self._keys_and_values(*row)
         yield from self._drafts()
@@ -358,7 +357,6 @@ def _own(part: Part) -> Interval:
 
 
 def _pages(buffers: Buffers) -> int:
-    """Returns how many items each buffer has."""
     return min(length // size for length, size in zip(buffers.lengths, buffers.item_bytes, strict=True))
 
 

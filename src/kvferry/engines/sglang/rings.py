@@ -109,7 +109,6 @@ class Rings:
         return GroupPages(_places(self.pair, int(slots[0]), tokens, count), tokens - count, held_tokens=0)
 
     def _slot(self, window_places: NDArray[Any]) -> int:
-        """Returns the number of the request's rings."""
         return int(window_places[0]) // (self.window or 1) if len(window_places) else 0
 
 

@@ -123,7 +123,6 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
             self._open()
 
     def _open(self) -> None:
-        """Opens the room."""
         room = self.bootstrap_room
         try:
             self.transfer = self.kv_mgr.prefill.open(room, depends_on=self._depends_on)

@@ -61,7 +61,6 @@ class StockPeers:
         return reason if time.monotonic() < until else None
 
     def close(self) -> None:
-        """Ends the thread."""
         if self._thread.is_alive():
             self._stop.send(b"")
             self._thread.join()

@@ -99,7 +99,7 @@ def state_pages(
         if kind.value in _WITH_KEYS:
             # A prefill server whose ranks divide tokens names an index's pages by the numbers of keys and values.
             own = last if index is None else page_numbers(index.pages)
-            expected = last if _ends_with(pages, last) else own
+            expected = last if np.array_equal(pages[max(0, len(pages) - len(last)) :], last) else own
             _check_equal(kind, pages[max(0, len(pages) - len(expected)) :], expected)
         elif kind is StateType.BLOCK_SCALE_SWA:
             _check_equal(kind, pages, windows[0] if windows else pages)
@@ -152,10 +152,6 @@ def _in_rings(rings: Rings | None, places: NDArray[Any], tokens: int) -> dict[st
         raise EngineContractError("SGLang hands in places of a window's ring, and its pool has no rings")
     groups = {RING_GROUP: rings.window_places(places, tokens)}
     return groups if rings.overlap is None else groups | {OVERLAP_GROUP: rings.overlap_places(places, tokens)}
-
-
-def _ends_with(pages: NDArray[Any], last: NDArray[Any]) -> bool:
-    return np.array_equal(pages[max(0, len(pages) - len(last)) :], last)
 
 
 def _check_equal(kind: StateType, pages: NDArray[Any], expected: NDArray[Any]) -> None:

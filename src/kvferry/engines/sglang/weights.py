@@ -173,7 +173,7 @@ def around_update(original: Callable[..., Any], updater: Any, request: Any) -> A
         # SGLang says so before it has touched anything: no session, or nothing to read, unless a draft model says that,
         # whose turn comes after the model's.
         is_untouched = (
-            _wants_session(request, session)
+            (session is None and hasattr(request, "selector"))
             if path is None
             else result.message.startswith("Failed to get ") and updater.draft_worker is None
         )
@@ -199,10 +199,6 @@ def _read(request: Any) -> str:
     from sglang.srt.runtime_context import get_model
 
     return weights_of(request.model_path, get_model().revision, request.load_format, None)
-
-
-def _wants_session(request: Any, session: Any) -> bool:
-    return session is None and hasattr(request, "selector")
 
 
 def around_begin(original: Callable[..., Any], updater: Any, request: Any) -> Any:

@@ -145,7 +145,6 @@ class Adapters:
             self._adopt(lora, _Adapter(seen.path, seen.files, f"unknown {uuid4().hex}"))
 
     def files(self, lora: Any) -> Files:
-        """Returns what lies at an adapter's path."""
         return _files(lora.lora_path)
 
     def loaded(self, lora: Any, before: Files) -> None:

@@ -29,7 +29,6 @@ class FoundAside(Generic[Found]):
     """
 
     def __init__(self, thread: str) -> None:
-        """Begins with nothing."""
         self._found: dict[str, tuple[object, Future[Found]]] = {}  # by request
         self._thread = ThreadPoolExecutor(1, thread)
 
@@ -55,7 +54,6 @@ class FoundAside(Generic[Found]):
             future.cancel()
 
     def forget_all(self) -> None:
-        """Drops all."""
         for request in list(self._found):
             self.forget(request)
 

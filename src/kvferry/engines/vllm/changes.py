@@ -60,7 +60,6 @@ class Changes:
 
     @property
     def adapters(self) -> Adapters:
-        """What LoRA adapters are."""
         return self._conditions.adapters
 
     def bind(self, tables: BlockTables, pool: BlockPool) -> None:
@@ -109,7 +108,6 @@ class Changes:
             each.loads_into({block.block_id for table in tables for block in table if not block.is_null})
 
     def ended(self, request: Any) -> None:
-        """Takes that a request has ended."""
         self._computed(request)
         self._requests.pop(request.request_id, None)
 

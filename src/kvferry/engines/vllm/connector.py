@@ -135,7 +135,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             watch_for_termination(self._scheduler.drain)
 
     def shutdown(self) -> None:
-        """Closes the worker's endpoints."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
@@ -283,7 +282,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVFerryPromMetrics:
-        """Makes the metrics for Prometheus."""
         return KVFerryPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- in the scheduler -----------------------------------------------------------------------------------------
@@ -300,7 +298,6 @@ class KVFerryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._changes.bind(tables, kv_cache_manager.block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        """Takes a request that has just come in."""
         self._scheduler_side.came_in(request)
         self._changes.came_in(request)
 

@@ -189,7 +189,6 @@ class Fetches:
         return name in self._receiving
 
     def ended(self, name: str, step: Step) -> None:
-        """Takes that a request has ended."""
         fetch = self.lost_blocks(name)
         if name in self._receiving:
             self._receiving.discard(name)

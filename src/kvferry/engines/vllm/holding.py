@@ -47,7 +47,6 @@ class HeldRequests:
         self._unserved_blocks = blocks
 
     def served(self) -> None:
-        """Takes that it has got them."""
         self._unserved_blocks = 0
 
     def to_give_up(self, free_blocks: int, *, is_paused: bool = False) -> list[str]:

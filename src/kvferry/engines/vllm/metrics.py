@@ -39,7 +39,6 @@ class KVFerryStats(KVConnectorStats):  # type: ignore[misc]
     data: dict[str, Any] = field(default_factory=lambda: dict(no_figures()))
 
     def reset(self) -> None:
-        """Clears all figures."""
         self.data = dict(no_figures())
 
     def is_empty(self) -> bool:

@@ -219,7 +219,9 @@ def draft_layers(
     """
     if missing := sorted(set(cached) - layers.keys()):
         raise LayoutError(f"vLLM does not list layer {missing[0]!r}: whether it is a draft model's cannot be told")
-    if marked := tuple(name for name, layer in layers.items() if name in cached and _is_marked(layer)):
+    if marked := tuple(
+        name for name, layer in layers.items() if name in cached and getattr(layer, "is_draft_layer", False)
+    ):
         return marked
     parents = parents_of(modules())
     tops = {name: _tops(layer, parents) for name, layer in layers.items() if name in cached}
@@ -238,10 +240,6 @@ def draft_layers(
                 "these are cannot be told. Let this server draft without a model, and please report this"
             )
     return tuple(drafts)
-
-
-def _is_marked(layer: Any) -> bool:
-    return bool(getattr(layer, "is_draft_layer", False))
 
 
 def _tops(layer: Any, parents: Mapping[int, list[Module]]) -> set[int]:

@@ -303,8 +303,10 @@ class SchedulerSide:
                 sending.next_blocks[group.name] = stop
                 if len(groups[group.name].blocks) < stop - first:
                     step.give_up[name] = f"vLLM has dropped blocks of group {group.name!r} that were to be sent"
-                elif group.gives_blocks_away:
-                    self._keep(sending, table[first:stop])
+                elif group.gives_blocks_away:  # as soon as no later token needs them
+                    assert self._pool is not None
+                    self._pool.touch(table[first:stop])
+                    sending.kept += table[first:stop]
         if groups or is_last:
             step.send.append(
                 BlocksToSend(name, sending.params.room, sending.tokens, groups, is_last, sending.depends_on)
@@ -313,12 +315,6 @@ class SchedulerSide:
         if is_last:
             sending.is_complete = True
             del self.unfinished[name]
-
-    def _keep(self, sending: _Sending, blocks: Sequence[Block]) -> None:
-        """Keeps blocks that vLLM gives away as soon as no later token needs them."""
-        assert self._pool is not None
-        self._pool.touch(blocks)
-        sending.kept += blocks
 
     def _release(self, sending: _Sending) -> None:
         """Gives back what was kept of a request: nobody reads it any more, or the workers see to that."""

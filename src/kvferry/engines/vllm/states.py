@@ -115,13 +115,13 @@ def _states_of(spec: Any, layer: Any, coordinates: RankCoordinates, channel: int
         return tuple(State(shape, 0, (HeldPart.whole(shape[0]),)) for shape in shapes)
     kind = spec.mamba_type.name
     if kind == "LINEAR" and len(shapes) == 1:
-        return (_evenly(shapes[0], 0, [shapes[0][0]], coordinates),)
+        return (_evenly(shapes[0], 0, coordinates),)
     if kind == "SHORT_CONV" and len(shapes) == 1:
-        return (_evenly(shapes[0], channel, [shapes[0][channel]], coordinates),)
+        return (_evenly(shapes[0], channel, coordinates),)
     parts = _parts_of_convolution(kind, layer, shapes, channel, coordinates) if len(shapes) == 2 else None
     if parts is None:
         return tuple(State(shape) for shape in shapes)
-    return State(shapes[0], channel, parts), _evenly(shapes[1], 0, [shapes[1][0]], coordinates)
+    return State(shapes[0], channel, parts), _evenly(shapes[1], 0, coordinates)
 
 
 def is_ring(spec: Any) -> bool:
@@ -177,8 +177,8 @@ def _parts_of_convolution(
     return None
 
 
-def _evenly(shape: tuple[int, ...], divided: int, sizes: Sequence[int], coordinates: RankCoordinates) -> State:
-    return State(shape, divided, _divided(sizes, coordinates))
+def _evenly(shape: tuple[int, ...], divided: int, coordinates: RankCoordinates) -> State:
+    return State(shape, divided, _divided([shape[divided]], coordinates))
 
 
 def _divided(sizes: Sequence[int], coordinates: RankCoordinates) -> tuple[HeldPart, ...]:
@@ -233,7 +233,6 @@ def state_forms(
 
 
 def state_shards(component: Component, pieces: Sequence[_Piece]) -> Iterator[Shard]:
-    """Yields the shards of a component of recurrent state."""
     for run in runs_of(pieces, lambda each: (each.layer.number, each.layer.group, each.held)):
         first, last = run[0].layer.number, run[-1].layer.number
         yield shard_from_tensors(

@@ -68,14 +68,12 @@ class TransferFigures(TypedDict):
 
 
 def no_figures() -> TransferFigures:
-    """Returns the figures of no transfer."""
     return TransferFigures(
         sent_bytes=[], sent_descriptors=[], send_s=[], receive_s=[], failed_sends={}, failed_receives={}
     )
 
 
 def added(counts: dict[str, int], more: dict[str, int]) -> dict[str, int]:
-    """Returns the sums of failures by kind."""
     return {kind: counts.get(kind, 0) + more.get(kind, 0) for kind in {**counts, **more}}
 
 
