@@ -25,7 +25,6 @@ from kvferry.engines.contract import (
     lines,
 )
 from kvferry.engines.sglang import hooks
-from kvferry.engines.sglang.contract_requests import requests
 from kvferry.engines.sglang.hooks import where
 
 TRIED = ("0.5.22", "0.5.23")
@@ -55,32 +54,25 @@ _POOLS = "sglang.srt.mem_cache.memory_pool"
 _MODEL = "sglang.srt.configs.model_config"
 _HOOKS = "sglang.srt.plugins.hook_registry"
 
-_LOADING: tuple[Line, ...] = (
-    Signature(f"{_HOOKS}:HookRegistry.register", "cls, target, hook, hook_type=, *, source=", "our hooks go in by it"),
-    Call(f"{_HOOKS}:HookRegistry.apply_hooks", 1, (), "we check after it that our hooks are in effect"),
-    Uses("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there"),
-    Members(f"{_HOOKS}:HookType", {"AFTER": "after", "AROUND": "around", "REPLACE": "replace"}, "our hooks' kinds"),
-    Members(where(hooks.BACKENDS), {"NIXL": "nixl"}, "we add our name to them, and may take over this one"),
-    Members(
-        "sglang.srt.disaggregation.utils:KVClassType",
-        {
-            "KVARGS": "kvargs",
-            "MANAGER": "manager",
-            "SENDER": "sender",
-            "RECEIVER": "receiver",
-            "BOOTSTRAP_SERVER": "bootstrap_server",
-        },
-        "we have a class for each of them",
-        and_no_others=True,
-    ),
-    Signature(where(hooks.KV_CLASS), "transfer_backend, class_type", "our hook on it gives SGLang our classes"),
-    Call(
-        "sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices",
-        1,
-        (),
-        "it makes our name one for --disaggregation-transfer-backend",
-    ),
-)
+
+def _loading() -> Iterator[Line]:
+    registry = f"{_HOOKS}:HookRegistry"
+    registered = {f"{registry}.register": "cls, target, hook, hook_type=, *, source="}
+    yield from lines(Signature, "our hooks go in by it", registered)
+    yield Call(f"{registry}.apply_hooks", 1, (), "we check after it that our hooks are in effect")
+    yield Uses("sglang.srt.plugins:load_plugins", ("HookRegistry", "apply_hooks"), "our hooks are applied there")
+    yield Members(f"{_HOOKS}:HookType", _values("after around replace"), "our hooks' kinds")
+    yield Members(where(hooks.BACKENDS), _values("nixl"), "we add our name to them, and may take over this one")
+    kinds, classes = "sglang.srt.disaggregation.utils:KVClassType", "kvargs manager sender receiver bootstrap_server"
+    yield Members(kinds, _values(classes), "we have a class for each of them", and_no_others=True)
+    yield Signature(where(hooks.KV_CLASS), "transfer_backend, class_type", "our hook on it gives SGLang our classes")
+    choices = "sglang.srt.arg_groups.choices:add_disagg_transfer_backend_choices"
+    yield Call(choices, 1, (), "it makes our name one for --disaggregation-transfer-backend")
+
+
+def _values(names: str) -> dict[str, object]:
+    """Returns the members of an enumeration whose values are called as they are."""
+    return {each.upper(): each for each in names.split()}
 
 
 def _manager() -> Iterator[Line]:
@@ -128,18 +120,8 @@ def _caches() -> Iterator[Line]:
         "state_dim_per_tensor state_slice_outer_counts state_conv_shard_groups"
     )
     yield from lines(Fields, "the caches are described from them", {f"{_BASE}:KVArgs": listed})
-    yield Members(
-        f"{_BASE}:StateType",
-        {
-            "SWA": "swa",
-            "MAMBA": "mamba",
-            "DSA": "dsa",
-            "DSA_TAIL": "dsa_tail",
-            "BLOCK_SCALE": "block_scale",
-            "BLOCK_SCALE_SWA": "block_scale_swa",
-        },
-        "what is cached beside keys and values is told apart so",
-    )
+    states = _values("swa mamba dsa dsa_tail block_scale block_scale_swa")
+    yield Members(f"{_BASE}:StateType", states, "what is cached beside keys and values is told apart so")
     index = {f"{_POOLS}:DSATokenToKVPool.__init__": "index_kpool index_head_dim index_page_size"}
     yield from lines(Uses, "the order within a page of the index is named by them", index)
     tails = "kpool_use_compress layer_num _compress_tail_k _compress_tail_score"
@@ -271,6 +253,86 @@ def _stages() -> Iterator[Line]:
     yield from lines(Uses, "stages agree by it", used)
 
 
+_BATCH = "sglang.srt.managers.schedule_batch"
+_LIKEWISE = "likewise"
+
+
+def _requests() -> Iterator[Line]:
+    conditions = "origin_input_ids output_ids lora_id extra_key cache_salt input_embeds multimodal_inputs"
+    yield from lines(Uses, "a request's conditions are read from them", {f"{_BATCH}:Req.__init__": conditions})
+    yield Fields(f"{_BATCH}:MultimodalInputs", ("mm_items",), "images and the like are read from it")
+    items = {f"{_BATCH}:MultimodalDataItem": "modality hash offsets"}
+    yield from lines(Fields, "images and the like are told apart by them", items)
+
+
+def _weights() -> Iterator[Line]:
+    for hooked in (*hooks.UPDATES, hooks.UPDATE_BEGINS, hooks.UPDATE_ENDS):
+        yield Signature(where(hooked), "self, recv_req", "our hook on it tells peers that weights are replaced")
+    files = {"sglang.srt.model_loader.loader:DefaultModelLoader.Source.init_new": "model_path revision"}
+    yield from lines(Mentions, "files are read again at the revision that the server was started with", files)
+    daemon = {"sglang.srt.arg_groups.fields.model:Model": "weight_cache_mode"}
+    yield from lines(Fields, "whether weights are a daemon's", daemon)
+    asked = (
+        *("BeginWeightUpdateReqInput", "UpdateWeightsFromTensorReqInput", "UpdateWeightsFromDistributedReqInput"),
+        "CheckWeightsReqInput",
+    )
+    drafts = {f"sglang.srt.managers.io_struct:{request}": "selector" for request in asked}
+    yield from lines(Fields, "a draft model's weights are told from the model's by it", drafts)
+    updater = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+    manager = {updater: "scheduler _session is_fully_idle memory_saver_adapter draft_worker"}
+    yield from lines(Fields, "our hooks find the manager, and whether an update is whole, by them", manager)
+    released, checked = where(hooks.MEMORY_RELEASED), where(hooks.WEIGHTS_CHECKED)
+    yield Signature(released, "self, recv_req", "our hook on it hears that weights are lost")
+    yield Uses(released, ("tags", "memory_saver_adapter", "pause"), "whether they are is known by them")
+    kept = {
+        "sglang.srt.constants": "GPU_MEMORY_TYPE_WEIGHTS",
+        "sglang.srt.utils.torch_memory_saver_adapter:TorchMemorySaverAdapter": "enabled",
+    }
+    yield from lines(Attributes, _LIKEWISE, kept)
+    yield Fields("sglang.srt.arg_groups.fields.exec_:ExecFeatures", ("enable_weights_cpu_backup",), _LIKEWISE)
+    yield Signature(checked, "self, recv_req", "our hook on it hears that weights are drawn by chance")
+    action = {"sglang.srt.utils.weight_checker:WeightChecker.handle": "action _reset_tensors"}
+    yield from lines(Uses, "it is known by the action", action)
+    named = {f"{_SCHEDULER}:Scheduler.handle_update_weight_version": "self, recv_req"}
+    yield from lines(Signature, "our hook on it hears what weights are called", named)
+
+
+def _cached() -> Iterator[Line]:
+    """Yields what is asked about what those before have computed."""
+    images = {"sglang.srt.managers.mm_schedule:init_mm_embedding_cache": "embedding_cache MultiModalStaticCache"}
+    yield from lines(Uses, "images are embedded anew after an update", images)
+    yield Signature("sglang.srt.mem_cache.multimodal_cache:MultiModalStaticCache.clear", "self", _LIKEWISE)
+    attached, flushed = where(hooks.STORE_ATTACHED), where(hooks.CACHE_FLUSHED)
+    yield Signature(attached, "self, recv_req", "our hook on it hears of what may be stored of those before")
+    yield Uses(attached, ("AttachHiCacheStorageReqOutput", "success"), "our hook hears that it was done")
+    yield Signature(flushed, "self, empty_cache=", "our hook on it hears that nothing older is cached")
+    yield Uses(flushed, ("is_fully_idle", "tree_cache"), "whether something older is cached is asked of them")
+    store = {"sglang.srt.mem_cache.unified_radix_cache:UnifiedRadixCache.init_cache_linker": "linker"}
+    yield from lines(Uses, "whether there is a store that a flush leaves is asked of it", store)
+    yield Uses(f"{_SCHEDULER}:Scheduler.__init__", ("decode_offload_manager",), _LIKEWISE)
+    sessions = {"sglang.srt.mem_cache.base_prefix_cache:BasePrefixCache.session_records": "self"}
+    yield from lines(Signature, "whether sessions hold something older is asked by it", sessions)
+    yield Attributes(f"{_BATCH}:ReqKvInfo", ("holds_kv",), _LIKEWISE)
+    yield Signature(f"{_SCHEDULER}:Scheduler.is_fully_idle", "self, for_health_check=, ignore_waiting=", _LIKEWISE)
+
+
+def _adapters() -> Iterator[Line]:
+    told_apart = {"sglang.srt.lora.lora_registry:LoRARef": "lora_id lora_name lora_path"}
+    yield from lines(Fields, "adapters are told apart by them", told_apart)
+    loaded = {
+        where(hooks.ADAPTER_LOADED): "self, lora_ref",
+        where(hooks.ADAPTER_OF_TENSORS): "self, lora_ref, tensors, config_dict, added_tokens_config=",
+    }
+    yield from lines(Signature, "our hook on it says what was loaded", loaded)
+    adapters = "sglang.srt.lora.lora_manager:LoRAManager"
+    called = {
+        f"{adapters}.init_lora_adapters": "_load_lora_adapter",
+        f"{adapters}.load_lora_adapter": "_load_lora_adapter",
+        f"{adapters}.load_lora_adapter_from_tensors": "_load_lora_adapter_from_tensors",
+    }
+    yield from lines(Uses, "the hook is called there", called)
+
+
 def _both() -> Iterator[Line]:
     yield Members(
         f"{_BASE}:KVPoll",
@@ -300,19 +362,9 @@ def _indexed() -> Iterator[Line]:
 
     0.5.22 was not tried with them: it has no such lines.
     """
-    yield Members(
-        f"{_BASE}:StateType",
-        {
-            "SWA_RING": "swa_ring",
-            "DSV4_REQUEST_STATE": "c128_state",
-            "REQUEST_ROW": "request_row",
-            "QSA_PENDING": "qsa_pending",
-            "QSA_COMPRESSED": "qsa_compressed",
-            "MINIMAX_INDEX_K": "minimax_index_k",
-            "MINIMAX_DENSE_KV": "minimax_dense_kv",
-        },
-        "what is cached beside keys, values and latents is told apart so",
-    )
+    states = _values("swa_ring request_row qsa_pending qsa_compressed minimax_index_k minimax_dense_kv")
+    told_apart = "what is cached beside keys, values and latents is told apart so"
+    yield Members(f"{_BASE}:StateType", {**states, "DSV4_REQUEST_STATE": "c128_state"}, told_apart)
     windows = "request_window swa_kv_pool unified_kv_pool unified_swa_ring_size _unified_kv _unified_kv_fp8"
     yield from lines(
         Uses, "where DeepSeek V4's windows are is read from the pool", {f"{_COMPRESSED}.__init__": windows}
@@ -320,8 +372,8 @@ def _indexed() -> Iterator[Line]:
     latents = "kv_pools index_pools _stage_start _stage_end compression_ratios"
     by_ratio = {f"{_COMPRESSED}.get_contiguous_buf_infos": latents}
     yield from lines(Uses, "it lists latents and their index, compression by compression", by_ratio)
-    states = "compress_state_pools indexer_compress_state_pools request_scoped ring_size"
-    of_states = {f"{_COMPRESSED}.get_state_buf_infos": states}
+    pending = "compress_state_pools indexer_compress_state_pools request_scoped ring_size"
+    of_states = {f"{_COMPRESSED}.get_state_buf_infos": pending}
     yield from lines(Uses, "it lists windows, then what is not compressed of latents and of their index", of_states)
     pending = "qsa_key_state_buffer_pool qsa_rope_position_buffer qsa_compress_ratio"
     of_pending = {f"{_POOLED}.get_qsa_pending_state_buf_infos": pending}
@@ -412,10 +464,8 @@ def _ending() -> Iterator[Line]:
     yield from lines(Uses, "our hook finds the endpoints by them", endpoints)
 
 
-_SERVING = (
-    *_LOADING,
-    *(line for part in (_manager, _caches, _sender, _receiver, _stages, requests, _both) for line in part()),
-)
+_PARTS = (_loading, _manager, _caches, _sender, _receiver, _stages, _requests, _weights, _cached, _adapters, _both)
+_SERVING = tuple(line for part in _PARTS for line in part())
 
 LAYERS = (Contract("SGLang", ("0.5.23",), tuple(_layers())),)
 """What KVFERRY_LAYER_RANGES builds on, checked where that is set."""
@@ -423,7 +473,7 @@ LAYERS = (Contract("SGLang", ("0.5.23",), tuple(_layers())),)
 ENDING = Contract("SGLang", TRIED, tuple(_ending()))
 """What `termination` builds on. A server without it serves, and its peers merely notice later that it has ended."""
 
-LOADING = (Contract("SGLang", TRIED, _LOADING),)
+LOADING = (Contract("SGLang", TRIED, tuple(_loading())),)
 SERVING = (
     Contract("SGLang", ("0.5.22",), tuple(_in_0_5_22(_SERVING))),
     Contract("SGLang", ("0.5.23",), (*_SERVING, *_indexed())),
