@@ -1965,7 +1965,7 @@ CATALOGUE = (
     PlantedFault(
         "an adapter that waits for the step that loads it is what was read of it in vLLM",
         "engines/vllm/adapters.py",
-        "if (lora.load_inplace or not is_loaded) and _files(lora.lora_path) != look.result().files:",
+        "if (lora.load_inplace or not is_loaded) and files_in(lora.lora_path) != look.result().files:",
         "if False:",
         "tests/unit/engines/test_vllm_adapters.py",
     ),

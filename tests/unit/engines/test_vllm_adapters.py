@@ -12,7 +12,7 @@ import pytest
 from tests.support.waiting import eventually
 
 from kvferry.engines.vllm import adapters
-from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.adapters import Adapters, files_in
 
 _names = itertools.count()
 
@@ -50,7 +50,7 @@ def request(of: Any) -> Any:
 
 def load(known: Adapters, given: Any) -> None:
     """What happens when vLLM is told to load one."""
-    known.loaded(given, known.files(given))
+    known.loaded(given, files_in(given.lora_path))
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_another_one_by_the_name_of_one_that_was_dropped_replaces_it(known: Any,
 
 def test_files_that_are_written_while_they_are_loaded_are_nobodys(known: Any, tmp_path: Path):
     given = lora(write(tmp_path / "a", b"1"))
-    before = known.files(given)
+    before = files_in(given.lora_path)
     write(tmp_path / "a", b"22")
     known.loaded(given, before)
     assert known.identity(request(given)).startswith("unknown ")
@@ -241,7 +241,7 @@ def test_it_is_what_lies_where_vllm_looks(
 
 def test_one_that_vllm_downloads_to_load_it_is_what_it_has_downloaded(known: Any, tmp_path: Path, hub: Path):
     given = lora("org/a")
-    before = known.files(given)
+    before = files_in(given.lora_path)
     downloaded(hub, "1", b"1")
     known.loaded(given, before)
     assert known.identity(request(given)) == Adapters().identity(request(lora(write(tmp_path / "a", b"1"))))

@@ -362,11 +362,7 @@ def _heads(pool: Any, total: int | None, packing: str | None, dims: tuple[int, i
 
 
 def _packing(pool: Any, which: str) -> str | None:
-    """Returns the name of the order within a pool's pages; None for NHD.
-
-    Raises:
-        LayoutError: if kvferry cannot describe it.
-    """
+    """Returns the name of the order within a pool's pages; None for NHD."""
     check_order(pool, which)
     if pool.kv_cache_layout == "nhd":
         return None
@@ -377,9 +373,6 @@ def _draft_heads(pools: EnginePools, place: Placement) -> Heads | None:
     """Returns the heads of a draft model's layers, of which SGLang lists those with full attention.
 
     Latents have none: every rank has the same of them.
-
-    Raises:
-        LayoutError: if kvferry does not transfer such pools.
     """
     pool = pools.draft
     if check_pool(pool, _DRAFTS) in ("SWAKVPool", "HybridLinearKVPool", "QSATokenToKVPool"):

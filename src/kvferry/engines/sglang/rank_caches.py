@@ -110,9 +110,6 @@ def _host_arguments(args: KVArgs) -> KVArgs | None:
     A decode rank receives into these while its device has no memory to spare, and SGLang restores what came there to
     the device later, by itself. They have the layers of the device's pools, in the same order and with pages of the
     same bytes, and page numbers of their own.
-
-    Raises:
-        LayoutError: if a page has other bytes there.
     """
     if getattr(args, "host_kv_data_ptrs", None) is None:
         return None

@@ -267,11 +267,7 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     # ---- pages ------------------------------------------------------------------------------------------------------
 
     def _kept(self, pages: NDArray[Any]) -> dict[str, GroupPages]:
-        """Returns what this rank has of the next pages of keys and values; nothing if the model has none.
-
-        Raises:
-            EngineContractError: as `Placement.kept`.
-        """
+        """Returns what this rank has of the next pages of keys and values; nothing if the model has none."""
         place, first = self.kv_mgr.place, self._prefix_pages + self.curr_idx
         kept = place.kept(pages, first=first, tokens=self._tokens)
         self._token_part = self._token_part if kept.token_part is None else kept.token_part

@@ -75,7 +75,7 @@ class Adapters:
         if not look.done():
             return False
         is_loaded = lora.lora_int_id in self._loaded and lora.lora_int_id not in self._unscheduled
-        if (lora.load_inplace or not is_loaded) and _files(lora.lora_path) != look.result().files:
+        if (lora.load_inplace or not is_loaded) and files_in(lora.lora_path) != look.result().files:
             self._looks.forget(request.request_id)  # vLLM is about to load what was written since
             if not is_loaded:
                 self._loaded.pop(lora.lora_int_id, None)
@@ -137,15 +137,12 @@ class Adapters:
         _, seen = self._unproved.pop(request.request_id, (0, None))
         if seen is None:
             return
-        if seen.is_what(_Adapter(lora.lora_path, _files(lora.lora_path), "")):
+        if seen.is_what(_Adapter(lora.lora_path, files_in(lora.lora_path), "")):
             return
         if _is_downloaded(lora.lora_path, seen.files):
             self._adopt(lora, _read(lora, None, may_be_named=False))
         else:
             self._adopt(lora, _Adapter(seen.path, seen.files, f"unknown {uuid4().hex}"))
-
-    def files(self, lora: Any) -> Files:
-        return _files(lora.lora_path)
 
     def loaded(self, lora: Any, before: Files) -> None:
         """Takes that vLLM was told to load an adapter, and has.
@@ -211,11 +208,11 @@ def _read(lora: Any, loaded: _Adapter | None, *, may_be_named: bool) -> _Adapter
     """Reads what an adapter is, unless it is what was loaded."""
     name, path = f"the adapter {lora.lora_name!r}", lora.lora_path
     for _ in range(_MOST_READS):
-        files = _files(path)
+        files = files_in(path)
         if loaded is not None and loaded.is_what(_Adapter(path, files, "")):
             return loaded
         text = identified(_directory(path), name, adapter_identity)
-        if _files(path) == files:  # else they were written meanwhile
+        if files_in(path) == files:  # else they were written meanwhile
             if text != name or may_be_named:
                 return _Adapter(path, files, text)
             log.error("%s cannot be read in %s, and nobody knows what it is now: it is exchanged no more", name, path)
@@ -223,7 +220,8 @@ def _read(lora: Any, loaded: _Adapter | None, *, may_be_named: bool) -> _Adapter
     return _Adapter(path, files, f"unknown {uuid4().hex}")
 
 
-def _files(path: str) -> Files:
+def files_in(path: str) -> Files:
+    """Returns what lies at an adapter's path."""
     try:
         with os.scandir(_directory(path)) as entries:
             kept = [(each.name, each.stat()) for each in entries if each.is_file()]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from uuid import uuid4
 
-from kvferry.engines.vllm.adapters import Adapters
+from kvferry.engines.vllm.adapters import Adapters, files_in
 from kvferry.engines.vllm.caches import BlockPool, BlockTables
 from kvferry.engines.vllm.identity import Conditions
 from kvferry.engines.vllm.kept import Beside, EncoderOutputs
@@ -390,10 +390,9 @@ def _reset_prefix_cache(changes: Changes, _: Any, original: Callable[..., bool],
 
 
 def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_request: Any) -> Any:
-    adapters = changes.adapters
-    before = adapters.files(lora_request)
+    before = files_in(lora_request.lora_path)
     result = original(lora_request)
-    adapters.loaded(lora_request, before)
+    changes.adapters.loaded(lora_request, before)
     return result
 
 

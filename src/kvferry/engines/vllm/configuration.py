@@ -25,6 +25,11 @@ if TYPE_CHECKING:
 
 log = logger_of(__name__)
 
+_NOT_KNOWN = (
+    "it is not known %s %d of %d layers, such as %r: %s can be exchanged with engines of tensor-parallel size %d "
+    "alone, and with others the first request is refused"
+)
+
 
 def platform() -> Platform:
     """Returns where kernels run."""
@@ -118,14 +123,8 @@ def heads_of(
     }
     heads = held_heads(cached, vllm_config.compilation_config.static_forward_context, coordinates)
     if unknown := [name for name, each in heads.items() if each is None]:
-        log.warning(
-            "it is not known which KV heads this rank holds in %d of %d layers, such as %r: their caches can be "
-            "exchanged with engines of tensor-parallel size %d alone, and with others the first request is refused",
-            len(unknown),
-            len(heads),
-            unknown[0],
-            coordinates.tp_size,
-        )
+        what = "which KV heads this rank holds in"
+        log.warning(_NOT_KNOWN, what, len(unknown), len(heads), unknown[0], "their caches", coordinates.tp_size)
     return heads
 
 
@@ -168,14 +167,8 @@ def kept_states(
     }
     unknown = [name for name, each in kept.items() if any(state.parts is None for state in each.states)]
     if unknown and coordinates.tp_size > 1:
-        log.warning(
-            "it is not known how ranks divide the recurrent state of %d of %d layers, such as %r: it can be exchanged "
-            "with engines of tensor-parallel size %d alone, and with others the first request is refused",
-            len(unknown),
-            len(kept),
-            unknown[0],
-            coordinates.tp_size,
-        )
+        what = "how ranks divide the recurrent state of"
+        log.warning(_NOT_KNOWN, what, len(unknown), len(kept), unknown[0], "it", coordinates.tp_size)
     return kept
 
 
