@@ -184,15 +184,14 @@ class Uncut:
     """Buffers of which every tensor-parallel rank has the same: one item a page, request or token, which stays whole.
 
     Attributes:
-        name: of the component.
+        name: of the component; says whether the layers are a draft model's.
         layers: the numbers of the layers that have one, counted from this rank's first.
         count: how many layers this rank has.
         buffers: theirs.
         packing: the name of the order within a page; None where an item is a request's or a token's.
         group: what items are numbered by.
-        is_drafts: whether the layers are a draft model's.
-        window_tokens: where an item is a token's, how many at a request's end have one; None where it is not.
         stage: which of the model's layers these are; None for those with attention.
+        window_tokens: where an item is a token's, how many at a request's end have one; None where it is not.
     """
 
     name: str
@@ -201,9 +200,8 @@ class Uncut:
     buffers: Buffers
     packing: str | None
     group: str
-    is_drafts: bool = False
-    window_tokens: int | None = None
     stage: Stage | None = None
+    window_tokens: int | None = None
 
     @classmethod
     def of(
@@ -213,12 +211,11 @@ class Uncut:
         packing: str | None,
         group: str,
         stage: Stage | None = None,
-        *,
         window_tokens: int | None = None,
     ) -> Uncut:
-        """Of layers that all have one. The name says whether they are a draft model's."""
+        """Of layers that all have one."""
         layers = tuple(range(len(buffers)))
-        return cls(name, layers, len(layers), buffers, packing, group, name.startswith(DRAFT), window_tokens, stage)
+        return cls(name, layers, len(layers), buffers, packing, group, stage, window_tokens)
 
 
 @dataclass(frozen=True, slots=True)

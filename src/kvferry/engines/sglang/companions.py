@@ -97,7 +97,7 @@ def sparse_of(main: Any, draft: Any, listed: Listed) -> list[Uncut]:
         for kind in kinds:
             layers, buffers = listed.take_layers(pool.layer_num)
             name = f"{prefix}{what}{kind}"
-            uncut.append(Uncut(name, layers, pool.layer_num, buffers, packing, group, bool(prefix)))
+            uncut.append(Uncut(name, layers, pool.layer_num, buffers, packing, group))
     return uncut
 
 

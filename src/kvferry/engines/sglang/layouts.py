@@ -209,8 +209,9 @@ class _Pools:
         if len(sizes) != 1:
             raise LayoutError(f"{given.name}: items have {sorted(sizes)} bytes: as many in every layer are needed")
         (item_bytes,), group = sizes, self._group_of(given)
+        is_drafts = given.name.startswith(DRAFT)
         stage = self._caches.stages.attention if given.stage is None else given.stage
-        total, mine = _layers(given.count, Stage() if given.is_drafts else stage)
+        total, mine = _layers(given.count, Stage() if is_drafts else stage)
         entry = Entry.REQUEST if given.packing is None else Entry.PAGE
         if given.window_tokens is not None:
             entry = Entry.TOKEN
@@ -221,7 +222,7 @@ class _Pools:
             entry=entry,
             packing=given.packing,
             window_tokens=self._caches.window_tokens if given.group == WINDOW_GROUP else given.window_tokens,
-            is_optional=given.is_drafts,
+            is_optional=is_drafts,
         )
         paging = Paging(
             page_tokens=self._caches.page_tokens if entry is Entry.PAGE else 1,
