@@ -1993,7 +1993,7 @@ CATALOGUE = (
     # ---- who is told what is missing
     PlantedFault(
         "a cluster without a registry is not told that it lacks an address as well",
-        "reach.py",
+        "hosts.py",
         "    if is_wildcard(told.host) and told.advertise_host is None:",
         "    elif is_wildcard(told.host) and told.advertise_host is None:",
         "tests/unit/test_settings.py",

@@ -20,11 +20,10 @@ from pydantic.fields import FieldInfo
 
 from kvferry.cpus import usable_cpus
 from kvferry.errors import SettingsError
-from kvferry.hosts import bracketed, hosts_of, is_loopback, is_wildcard
+from kvferry.hosts import Lack, bracketed, hosts_of, is_loopback, is_wildcard, lacks
 from kvferry.plan.cost import TransferPath
 from kvferry.plan.fingerprint import parse_field_names
 from kvferry.protocol.links.proofs import Proof, names_of, parse_proofs
-from kvferry.reach import Lack, lacks
 from kvferry.secret_files import checked_secret, private_text
 from kvferry.spelling import PREFIX, hint
 

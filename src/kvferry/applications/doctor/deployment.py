@@ -12,7 +12,7 @@ from kvferry.engines.deployment import Deployment, Remark
 from kvferry.engines.sglang.deployment import SglangDeployment
 from kvferry.engines.vllm.deployment import VllmDeployment
 from kvferry.findings import Finding, error, good, warning
-from kvferry.reach import lacks
+from kvferry.hosts import lacks
 from kvferry.settings import Settings, known_variables
 from kvferry.spelling import PREFIX
 from kvferry.transport.diagnosis import installed_version
