@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -14,23 +14,24 @@ from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.summary import GB, Case, Exposed, Figures, all_exact
 from kvferry.layout import MemoryKind
 
-_FIGURES = (
-    "path",
-    "why",
-    "gb_per_s",
-    "bulk_gb_per_s",
-    "memory_copy_gb_per_s",
-    "efficiency",
-    "ratio_to_direct",
-    "submit_us",
-    "latency_ms",
-    "cpu_s_per_gb",
-    "interpreter_s_per_gb",
-    "descriptors",
-    "writes",
-    "bytes_per_request",
-    "exposed",
-)
+_FIGURES: Mapping[str, Callable[[Figures], object]] = {
+    "path": lambda each: each.path,
+    "why": lambda each: each.why,
+    "gb_per_s": lambda each: round(each.bytes_per_s / GB, 4),
+    "bulk_gb_per_s": lambda each: round(each.bulk_bytes_per_s / GB, 4),
+    "memory_copy_gb_per_s": lambda each: round(each.memory_copy_bytes_per_s / GB, 4),
+    "efficiency": lambda each: round(each.efficiency, 4),
+    "ratio_to_direct": lambda each: each.to_direct and round(each.to_direct, 4),
+    "submit_us": lambda each: _percentiles(each.submit_s, 1e6, 2),
+    "latency_ms": lambda each: _percentiles(each.latency_s, 1e3, 3),
+    "cpu_s_per_gb": lambda each: round(each.cpu_s_per_gb, 4),
+    "interpreter_s_per_gb": lambda each: each.interpreter_s_per_gb and round(each.interpreter_s_per_gb, 4),
+    "descriptors": lambda each: each.descriptors,
+    "writes": lambda each: each.writes,
+    "bytes_per_request": lambda each: each.request_bytes,
+    "exposed": lambda each: each.exposed and _exposed_data(each.exposed),
+}
+"""What is said of a variant that went, in the units that the names say."""
 
 
 def as_json(options: BenchOptions, cases: Sequence[Case], *, shares_clock: bool) -> str:
@@ -74,36 +75,16 @@ def case_data(case: Case) -> dict[str, Any]:
         "bytes_wrong": case.checked.wrong_bytes,
         "exact": case.is_exact,
     }
-    return data | _figures_data(case.figures)
+    return data | {name: case.figures and figure(case.figures) for name, figure in _FIGURES.items()}
 
 
-def _figures_data(figures: Figures | None) -> dict[str, Any]:
-    if figures is None:
-        return dict.fromkeys(_FIGURES)
-    return {
-        "path": figures.path,
-        "why": figures.why,
-        "gb_per_s": round(figures.bytes_per_s / GB, 4),
-        "bulk_gb_per_s": round(figures.bulk_bytes_per_s / GB, 4),
-        "memory_copy_gb_per_s": round(figures.memory_copy_bytes_per_s / GB, 4),
-        "efficiency": round(figures.efficiency, 4),
-        "ratio_to_direct": None if figures.to_direct is None else round(figures.to_direct, 4),
-        "submit_us": {f"p{number}": round(1e6 * seconds, 2) for number, seconds in figures.submit_s.items()},
-        "latency_ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in figures.latency_s.items()},
-        "cpu_s_per_gb": round(figures.cpu_s_per_gb, 4),
-        "interpreter_s_per_gb": None
-        if figures.interpreter_s_per_gb is None
-        else round(figures.interpreter_s_per_gb, 4),
-        "descriptors": figures.descriptors,
-        "writes": figures.writes,
-        "bytes_per_request": figures.request_bytes,
-        "exposed": None if figures.exposed is None else _exposed_data(figures.exposed),
-    }
+def _percentiles(seconds: Mapping[int, float], per_s: float, digits: int) -> dict[str, float]:
+    return {f"p{number}": round(per_s * each, digits) for number, each in seconds.items()}
 
 
 def _exposed_data(exposed: Exposed) -> dict[str, Any]:
     return {
-        "ms": {f"p{number}": round(1e3 * seconds, 3) for number, seconds in exposed.seconds.items()},
+        "ms": _percentiles(exposed.seconds, 1e3, 3),
         "share_of_whole": round(exposed.share, 4),
         "limit_ms": round(1e3 * exposed.limit_s, 3),
     }
