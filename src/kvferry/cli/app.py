@@ -182,21 +182,22 @@ def plan(
     how tokens are partitioned; draft adds the layers of the draft model. The exit code is 0 only if the plan is proved.
     """
     from kvferry.applications.plan.counting import PagePlacement
-    from kvferry.applications.plan.run import Outputs
-    from kvferry.applications.plan.study import RequestOptions, SideOptions, study
+    from kvferry.applications.plan.run import run
+    from kvferry.applications.plan.study import RequestOptions, SideOptions
 
-    outputs = Outputs(json, draw, export)
     orders = [
         one_of(PageOrder, layout, option=f"--{side}-layout")
         for side, layout in (("prefill", prefill_layout), ("decode", decode_layout))
     ]
-    planned = study(
+    is_proved = run(
         SideOptions("prefill", config, prefill_dtype, prefill, prefill_page_size, orders[0]),
         SideOptions("decode", decode_config or config, decode_dtype, decode, decode_page_size, orders[1]),
         RequestOptions(tokens, room, one_of(PagePlacement, pages, option="--pages")),
+        picture=draw,
+        export=export,
+        wants_json=json,
     )
-    outputs.give_out(planned)
-    if not planned.is_proved:
+    if not is_proved:
         raise typer.Exit(FAILED)
 
 
