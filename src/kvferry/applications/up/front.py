@@ -37,6 +37,7 @@ log = logger_of(__name__)
 HEALTH_INTERVAL_S = 0.5
 _CONNECT_S = 5.0
 _AFTERMATH_S = 0.5
+_ATTEMPTS = 3  # with as many pairs a request is tried at most
 _CLIENT_LEFT = 499  # as nginx has it; nobody reads it
 _PASSED_ON = ("authorization", "x-request-id")
 
@@ -48,19 +49,11 @@ class Front:
         prefill: the servers that prefill.
     """
 
-    def __init__(
-        self, dialect: Dialect, prefill: Sequence[Server], decode: Sequence[Server], *, attempts: int = 3
-    ) -> None:
-        """Takes the servers that share the requests.
-
-        Args:
-            dialect: how they are told of one another.
-            attempts: how many pairs a request is tried with at most.
-        """
+    def __init__(self, dialect: Dialect, prefill: Sequence[Server], decode: Sequence[Server]) -> None:
+        """Takes the servers that share the requests, and how they are told of one another."""
         self._dialect = dialect
         self.prefill = Pool(prefill)
         self._decode = Pool(decode)
-        self._attempts = attempts
         # Answers take as long as they take; only connecting has a limit.
         timeout = httpx.Timeout(None, connect=_CONNECT_S)
         self._client = httpx.AsyncClient(timeout=timeout, limits=httpx.Limits(), trust_env=False)
@@ -199,7 +192,7 @@ class Front:
         """
         avoided: set[Server] = set()
         last_problem = ""
-        for attempt in range(self._attempts):
+        for attempt in range(_ATTEMPTS):
             prefill, decode = self._pair(avoided) if attempt else pair
             if prefill is None:
                 return _failed(503, self.prefill.shortage("prefill"))
@@ -214,7 +207,7 @@ class Front:
                 if error.is_lost:  # others need not find out for themselves
                     error.server.is_healthy = False
                 log.warning("request is tried again: %s", error)
-        return _failed(502, f"tried {self._attempts} times; last, {last_problem}")
+        return _failed(502, f"tried {_ATTEMPTS} times; last, {last_problem}")
 
     async def _try(
         self,

@@ -25,6 +25,7 @@ from kvferry.errors import ConfigurationError, KVFerryError
 _STOP_S = 20
 _POLL_S = 0.25
 _LOG_BYTES = "32MB"
+_TAIL_LINES = 15
 _TOGETHER = "kvferry.applications.up.together"
 _BELOW_CHANCE = range(20_000, 32_000)
 
@@ -211,8 +212,8 @@ def _serves(client: httpx.Client, program: Program) -> bool:
         return False
 
 
-def _tail(log: Path, lines: int = 15) -> str:
+def _tail(log: Path) -> str:
     try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
     except OSError as error:
         return str(error)

@@ -41,6 +41,8 @@ _API_PATH = "/v3/"  # of etcd 3.4 and later
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
 _PIECE_BYTES = 64 * 1024
 _PAUSE_S = 0.1
+_MEMBER_S = 1.0  # how long one member may take to be reached, and to answer
+_DEADLINE_S = 3.0  # after that no further member is asked
 
 # How gRPC numbers what goes wrong; the gateway passes the numbers on.
 _INVALID, _DEADLINE, _NOT_FOUND, _DENIED, _EXHAUSTED, _UNAVAILABLE, _UNAUTHENTICATED = 3, 4, 5, 7, 8, 14, 16
@@ -75,8 +77,6 @@ class EtcdMembers:
     Args:
         address: where they are.
         access: how they let us in.
-        member_s: how long one member may take to be reached, and to answer, in seconds.
-        deadline_s: after how long no further member is asked, in seconds.
 
     Raises:
         SettingsError: if etcd3gw is not installed, or a certificate cannot be used.
@@ -85,7 +85,7 @@ class EtcdMembers:
         token: with which requests are allowed; None where none is needed.
     """
 
-    def __init__(self, address: EtcdUrl, access: EtcdAccess, *, member_s: float = 1.0, deadline_s: float = 3.0) -> None:
+    def __init__(self, address: EtcdUrl, access: EtcdAccess) -> None:
         if importlib.util.find_spec("etcd3gw") is None:
             raise SettingsError(
                 f"the registry's url is {address.url}, and etcd3gw, through which kvferry asks an etcd, is not "
@@ -94,8 +94,6 @@ class EtcdMembers:
         self._process = OwningProcess()
         self._address = address
         self._access = access
-        self._member_s = member_s
-        self._deadline_s = deadline_s
         access.check(has_tls=address.has_tls)
         self._lock = threading.Lock()
         self._session: Session | None = None
@@ -126,7 +124,7 @@ class EtcdMembers:
             RegistryUnreachableError: if no member answers.
             RegistryError: if what answers is no etcd, or it refuses.
         """
-        deadline = time.monotonic() + self._deadline_s
+        deadline = time.monotonic() + _DEADLINE_S
         away: dict[str, str] = {}
         while True:
             clients = self._connections()
@@ -171,7 +169,7 @@ class EtcdMembers:
             # Else one that has lost the others would go on in silence.
             headers = {**self._authorization(client), "grpc-metadata-hasleader": "true"}
             response = client.session.post(
-                client.get_url(path), json=body, headers=headers, stream=True, timeout=(self._member_s, quiet_s)
+                client.get_url(path), json=body, headers=headers, stream=True, timeout=(_MEMBER_S, quiet_s)
             )
             with self._lock:
                 self._streams.add(response)
@@ -222,13 +220,13 @@ class EtcdMembers:
                 # Imported at the first request, as httpx is for the other registry.
                 from etcd3gw import Etcd3Client
 
-                self._session = _session(self._access, self._member_s)
+                self._session = _session(self._access)
                 self._clients = tuple(
                     Etcd3Client(
                         host=urlsplit(f"//{member}").hostname or "",
                         port=urlsplit(f"//{member}").port or 0,
                         protocol="https" if self._address.has_tls else "http",
-                        timeout=self._member_s,
+                        timeout=_MEMBER_S,
                         api_path=_API_PATH,
                         session=self._session,
                     )
@@ -319,7 +317,7 @@ class EtcdMembers:
         return RegistryUnreachableError(f"the registry at {self._address.url} cannot be reached ({members}): {remedy}")
 
 
-def _session(access: EtcdAccess, answer_s: float) -> Session:
+def _session(access: EtcdAccess) -> Session:
     """Makes the connections: past all proxies, and with an end to every answer."""
     import requests
     from requests.adapters import HTTPAdapter
@@ -331,14 +329,14 @@ def _session(access: EtcdAccess, answer_s: float) -> Session:
         def send(self, request: PreparedRequest, stream: bool = False, **arguments: Any) -> Response:
             response = super().send(request, stream=True, **arguments)
             if not stream:
-                body, deadline = bytearray(), time.monotonic() + answer_s
+                body, deadline = bytearray(), time.monotonic() + _MEMBER_S
                 try:
                     for piece in response.raw.stream(_PIECE_BYTES, decode_content=False):
                         body += piece
                         if len(body) > _LARGEST_ANSWER_BYTES:
                             raise ContentDecodingError(f"it does not end within {_LARGEST_ANSWER_BYTES} bytes")
                         if time.monotonic() > deadline:
-                            raise requests.Timeout(f"it did not finish its answer within {answer_s:g} s")
+                            raise requests.Timeout(f"it did not finish its answer within {_MEMBER_S:g} s")
                 except requests.RequestException:
                     response.close()
                     raise

@@ -30,7 +30,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -145,7 +145,6 @@ class EtcdRegistry(Registry):
         lease_s: how long a registration lasts without being renewed; rounded up to whole seconds, and etcd may take
             longer.
         access: how the cluster lets us in.
-        now: the time, in seconds of a clock that never goes back.
 
     Raises:
         SettingsError: if the url is no address of a cluster, etcd3gw is not installed, or a certificate cannot be used.
@@ -155,19 +154,11 @@ class EtcdRegistry(Registry):
         root: what all keys begin with.
     """
 
-    def __init__(
-        self,
-        url: str,
-        lease_s: float = 10.0,
-        *,
-        access: EtcdAccess | None = None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, url: str, lease_s: float = 10.0, *, access: EtcdAccess | None = None) -> None:
         access = access or EtcdAccess()
         address = EtcdUrl.parsed(url)
         self._url = address.url
         self._lease_s = max(1, math.ceil(lease_s))
-        self._now = now
         self.members = EtcdMembers(address, access)
         self.root = f"{address.prefix}/v{API_VERSION}/"
         self._lock = threading.Lock()
@@ -374,7 +365,7 @@ class EtcdRegistry(Registry):
     def _call_the_roll_if_due(self, registration: RankRegistration, hold: _Hold) -> None:
         """Calls the roll if the ranks of an engine have been attached to one lease for long."""
         engine, key = registration.engine, self._keys(registration)[0]
-        now, epoch = self._now(), self._epochs.get(engine)
+        now, epoch = time.monotonic(), self._epochs.get(engine)
         if epoch is None or epoch.lease != hold.lease:
             # Not all ranks of the engine at once: one is enough.
             lasts_s = self._lease_s * ROLL_CALL_LEASES * random.uniform(0.75, 1.0)  # noqa: S311
