@@ -13,7 +13,6 @@ import ssl
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from kvferry.control.credentials import bears
@@ -178,9 +177,7 @@ class HttpServer(ABC):
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _prepare(self, on_up: Callable[[], None]) -> tuple[uvicorn.Server, Listener]:
