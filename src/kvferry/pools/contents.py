@@ -66,7 +66,11 @@ class KnownContents(Contents):
 
 
 class CopiedContents(Contents):
-    """What prefill ranks hold of a request, put together. See `copied_contents`."""
+    """What prefill ranks hold of a request, put together. See `copied_contents`.
+
+    Attributes:
+        tokens: how many the request has.
+    """
 
     def __init__(self, tokens: int) -> None:
         """Begins with nothing known of the request.
@@ -74,7 +78,7 @@ class CopiedContents(Contents):
         Args:
             tokens: how many the request has.
         """
-        self._tokens = tokens
+        self.tokens = tokens
         self._whole: dict[str, tuple[Elements, NDArray[np.bool_]]] = {}  # by component, and what of it is known
 
     def add(self, shard: Shard, layer: int, positions: Positions, elements: Elements) -> None:
@@ -105,7 +109,7 @@ class CopiedContents(Contents):
         component = shard.component
         if component.name not in self._whole:
             first, *axes = (axis.size for axis in component.axes)
-            shape = (first, max(1, self._tokens), *axes)
+            shape = (first, max(1, self.tokens), *axes)
             self._whole[component.name] = np.zeros(shape, element_type(component)), np.zeros(shape, np.bool_)
         whole, is_known = self._whole[component.name]
         return whole[layer], is_known[layer]

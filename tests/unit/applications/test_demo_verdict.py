@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -9,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape, Request
-from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, RankPool
+from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Computed, rank_pool
 from kvferry.applications.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided, pages_of_chunk
 from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import PrefilledChunk
@@ -23,13 +26,15 @@ from kvferry.layout import (
     Axis,
     Component,
     Entry,
-    Interval,
     PageOrder,
     ShardedComponent,
     attention_components,
     state_component,
 )
 from kvferry.plan import TransferPath
+from kvferry.plan.requests.page_numbers import GroupPages
+from kvferry.pools.places import places
+from kvferry.pools.pool import Pool, copied_contents
 
 TOKENS, WINDOW, ROOM = 10, 3, 1000
 
@@ -71,8 +76,8 @@ def options() -> DemoOptions:
     )
 
 
-def make_pool(options: DemoOptions, shape: EngineShape, rank: int, poison: int) -> RankPool:
-    return RankPool(options, shape, shape.coordinates[rank], poison=poison, seed=f"{rank}")
+def make_pool(options: DemoOptions, shape: EngineShape, rank: int, poison: int) -> Pool:
+    return rank_pool(options, shape, shape.coordinates[rank], poison=poison, seed=f"{rank}")
 
 
 def whole_caches() -> dict[str, torch.Tensor]:
@@ -92,7 +97,6 @@ def outcome(options: DemoOptions) -> Outcome:
 def run_without_processes(options: DemoOptions) -> Outcome:
     """Every decode rank holds what the prefill ranks hold, by definition."""
     caches = whole_caches()
-    kept = {name: array[:, -WINDOW:] if name.startswith("w_") else array for name, array in caches.items()}
     write = WriteRecord("d", TransferPath.DIRECT, "", 64, 1, 1.0, 1.5, 2.0, 0.1, 0.2)
     made = Outcome()
     for name, shape, poison in (
@@ -101,17 +105,17 @@ def run_without_processes(options: DemoOptions) -> Outcome:
     ):
         for coordinates in shape.coordinates:
             pool = make_pool(options, shape, coordinates.engine_rank, poison)
-            placed = pool.allocate(TOKENS, window_only=name == "decode")
+            placed = pool.pages_for(TOKENS, whole_windows=name == "prefill")
             report: Sent | Received
             if name == "prefill":
-                pool.write(placed, caches, 0)
-                report = Sent(ROOM, pool.read(placed), SenderStats(0.0, 1.0, 3.0, (write,)))
+                pool.fill(Computed(caches, 0), placed, tokens=TOKENS)
+                report = Sent(ROOM, placed, SenderStats(0.0, 1.0, 3.0, (write,)))
             else:
-                windows = {name for name in kept if name.startswith("w_")}
-                pool.write(placed, {name: array for name, array in kept.items() if name not in windows}, 0)
-                pool.write(placed, {name: kept[name] for name in windows}, TOKENS - WINDOW)
-                report = Received(ROOM, pool.read(placed), ReceiverStats(0.0, 2.0, 4.0, 1))
-            ended = Ended(pool.damaged_bytes())
+                for shard, index, where, positions in places(pool.layout, placed, TOKENS, 0):
+                    layer = shard.box[0].start + index
+                    pool.elements(shard, index)[where] = Computed(caches, 0).of(shard, layer, positions)
+                report = Received(ROOM, placed, ReceiverStats(0.0, 2.0, 4.0, 1))
+            ended = Ended(pool.touched_bytes(pool.untaken(), poison), pool)
             made.reports[RankName(name, 0, coordinates)] = [Described(pool.layout), report, ended]
     first = RankName("decode", 0, options.decode.coordinates[0])
     made.reports[first].append(Decoded(ROOM, [1, 2]))
@@ -119,10 +123,15 @@ def run_without_processes(options: DemoOptions) -> Outcome:
     return made
 
 
-def copied(outcome: Outcome, side: str, kind: type, rank: int = 0) -> dict[str, Contents]:
-    """A copy of what a rank holds."""
-    shard: dict[str, Contents] = outcome.of(kind, side)[rank][1].shard
-    return {name: Contents(each.start, each.entries.copy()) for name, each in shard.items()}
+@contextmanager
+def changing(outcome: Outcome, side: str, kind: type, name: str, rank: int = 0) -> Iterator[NDArray[np.uint8]]:
+    """What a rank's pages hold of a component's first layer, to be changed: bytes, [place in its pages, ..., byte]."""
+    rank_name, report = outcome.of(kind, side)[rank]
+    pool, (shard,) = outcome.pool(rank_name), outcome.pool(rank_name).layout.shards_of(name)
+    pages, elements = report.pages[shard.group].pages, pool.elements(shard, 0)
+    entries = np.ascontiguousarray(elements[pages]).view(np.uint8)
+    yield entries.reshape(-1, *entries.shape[2:])
+    elements[pages] = entries.view(elements.dtype)
 
 
 def changed(outcome: Outcome, side: str, kind: type, rank: int = 0, **fields: Any) -> Outcome:
@@ -151,58 +160,63 @@ def test_a_rank_that_sent_nothing_has_no_part_in_the_time(options: DemoOptions, 
 # Decode ranks 0 and 1 hold layers 0 and 1, ranks 2 and 3 layer 2.
 @pytest.mark.parametrize(("rank", "name"), [(0, "k"), (1, "v"), (0, "state"), (1, "conv_q"), (0, "conv_v"), (2, "w_v")])
 def test_one_wrong_byte_is_found(options: DemoOptions, outcome: Outcome, rank: int, name: str):
-    shard = copied(outcome, "decode", Received, rank)
-    position = TOKENS - 1 - shard[name].start if name in ("k", "v", "w_v") else 0
-    shard[name].entries[0, position].reshape(-1)[7] ^= 1
-    verdict = judge(options, changed(outcome, "decode", Received, rank, shard=shard))
+    with changing(outcome, "decode", Received, name, rank) as entries:
+        first = 6 if name == "w_v" else 0  # pages of 6 tokens, of which the first has left the window
+        entries[TOKENS - 1 - first if name in ("k", "v", "w_v") else 0].reshape(-1)[7] ^= 1
+    verdict = judge(options, outcome)
     assert verdict.bytes_mismatched == 1
     assert not verdict.holds
 
 
 def test_two_tokens_in_each_others_place_are_found(options: DemoOptions, outcome: Outcome):
-    shard = copied(outcome, "decode", Received)
-    shard["k"].entries[:, [1, 0]] = shard["k"].entries[:, [0, 1]]
-    assert judge(options, changed(outcome, "decode", Received, shard=shard)).bytes_mismatched > 0
+    with changing(outcome, "decode", Received, "k") as entries:
+        entries[[1, 0]] = entries[[0, 1]]
+    assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_a_window_that_starts_one_token_off_is_found(options: DemoOptions, outcome: Outcome):
-    shard = copied(outcome, "decode", Received, 2)
     for name in ("w_k", "w_v"):
-        shard[name].entries[:] = np.roll(shard[name].entries, 1, axis=1)
-    assert judge(options, changed(outcome, "decode", Received, 2, shard=shard)).bytes_mismatched > 0
+        with changing(outcome, "decode", Received, name, 2) as entries:
+            entries[:] = np.roll(entries, 1, axis=0)
+    assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_channels_in_each_others_place_are_found(options: DemoOptions, outcome: Outcome):
-    shard = copied(outcome, "decode", Received)
-    size = shard["conv_q"].entries.size
-    shard["conv_q"].entries.reshape(-1)[:] = shard["conv_v"].entries.reshape(-1)[:size]
-    assert judge(options, changed(outcome, "decode", Received, shard=shard)).bytes_mismatched > 0
+    with (
+        changing(outcome, "decode", Received, "conv_q") as queries,
+        changing(outcome, "decode", Received, "conv_v") as values,
+    ):
+        queries.reshape(-1)[:] = values.reshape(-1)[: queries.size]
+    assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_a_part_that_never_arrived_is_found(options: DemoOptions, outcome: Outcome):
-    shard = copied(outcome, "decode", Received)
-    missing = shard["state"].entries.size
-    shard["state"] = Contents(0, np.empty((0,), np.uint8))
-    assert judge(options, changed(outcome, "decode", Received, shard=shard)).bytes_mismatched == missing
+    with changing(outcome, "decode", Received, "state") as entries:
+        sent = np.count_nonzero(entries != DECODE_POISON)
+        entries[:] = DECODE_POISON
+    assert judge(options, outcome).bytes_mismatched == sent
 
 
 def test_bytes_around_the_tokens_may_be_the_senders_or_untouched(options: DemoOptions, outcome: Outcome):
     """Pages of 6 tokens end after token 11, and the window's begin with token 6, of which it needs none."""
-    shard = copied(outcome, "decode", Received)
-    shard["k"].entries[:, 10:] = PREFILL_POISON
-    assert judge(options, changed(outcome, "decode", Received, shard=shard)).holds
-    shard["k"].entries[:, 10, 0, 0] = 1
-    assert judge(options, changed(outcome, "decode", Received, shard=shard)).bytes_mismatched == 1
-    shard = copied(outcome, "decode", Received, 2)
-    assert shard["w_k"].start == 6
-    shard["w_k"].entries[:, 0, 0, 0] ^= 0xFF
-    assert judge(options, changed(outcome, "decode", Received, 2, shard=shard)).bytes_mismatched == 1
+    with changing(outcome, "decode", Received, "k") as entries:
+        entries[10:] = PREFILL_POISON
+    assert judge(options, outcome).holds
+    with changing(outcome, "decode", Received, "k") as entries:
+        entries[10, 0, 0] = 1
+    assert judge(options, outcome).bytes_mismatched == 1
+    with changing(outcome, "decode", Received, "k") as entries:
+        entries[10:] = PREFILL_POISON
+    assert {each.pages["window-3"].start for _, each in outcome.of(Received, "decode")} == {1}
+    with changing(outcome, "decode", Received, "w_k", 2) as entries:
+        entries[0, 0, 0] ^= 0xFF
+    assert judge(options, outcome).bytes_mismatched == 1
 
 
 def test_what_was_sent_differs_from_what_arrived(options: DemoOptions, outcome: Outcome):
-    shard = copied(outcome, "prefill", Sent)
-    shard["k"].entries.reshape(-1)[0] ^= 1
-    assert judge(options, changed(outcome, "prefill", Sent, shard=shard)).bytes_mismatched == 1
+    with changing(outcome, "prefill", Sent, "k") as entries:
+        entries.reshape(-1)[0] ^= 1
+    assert judge(options, outcome).bytes_mismatched == 1
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -211,9 +225,9 @@ def test_prefill_ranks_that_disagree_are_found(options: DemoOptions, rank: int):
     options = replace(options, prefill=replace(PREFILL, tp_size=8))
     outcome = run_without_processes(options)
     assert judge(options, outcome).holds
-    shard = copied(outcome, "prefill", Sent, rank)
-    shard["state"].entries.reshape(-1)[0] ^= 1
-    assert not judge(options, changed(outcome, "prefill", Sent, rank, shard=shard)).holds
+    with changing(outcome, "prefill", Sent, "state", rank) as entries:
+        entries.reshape(-1)[0] ^= 1
+    assert not judge(options, outcome).holds
 
 
 def test_a_byte_written_where_nobody_may_is_found(options: DemoOptions, outcome: Outcome):
@@ -239,25 +253,34 @@ def test_a_pool_notices_bytes_outside_of_allocated_pages(options: DemoOptions, n
     pool = make_pool(options, options.prefill, 0, PREFILL_POISON)
     (shard,) = pool.layout.shards_of(name)
     group = shard.group
-    taken = pool.allocate(TOKENS, window_only=True)[group].pages
+    taken = pool.pages_for(TOKENS)[group].pages
     free = next(page for page in range(pool.layout.group(group).num_pages) if page not in taken)
-    assert pool.damaged_bytes() == 0
-    pool.paged.elements(shard, 0)[free].flat[0] = 1
-    assert 0 < pool.damaged_bytes() <= 4
+    assert pool.touched_bytes(pool.untaken(), PREFILL_POISON) == 0
+    pool.elements(shard, 0)[free].flat[0] = 1
+    assert 0 < pool.touched_bytes(pool.untaken(), PREFILL_POISON) <= 4
 
 
 @pytest.mark.parametrize("order", [PageOrder.NHD, PageOrder.HND])
 def test_a_pool_reads_what_was_written_in_pieces(options: DemoOptions, order: PageOrder):
     pool = make_pool(options, replace(PREFILL, order=order), 1, PREFILL_POISON)
-    placed = pool.allocate(TOKENS, window_only=False)
+    placed = pool.pages_for(TOKENS, whole_windows=True)
     caches = whole_caches()
-    states = {name: array for name, array in caches.items() if array.shape[1] == 1}
+    states = {name for name, array in caches.items() if array.shape[1] == 1}
     for start, stop in ((0, 4), (4, 8), (8, 10)):
-        tokens = {name: array[:, start:stop] for name, array in caches.items() if name not in states}
-        pool.write(placed, tokens | (states if stop == TOKENS else {}), start)
-    for name, contents in pool.read(placed).items():
-        entries = Interval(0, caches[name].shape[1])
-        assert np.array_equal(contents.cut(entries), caches[name][:, :, 1:2].contiguous().view(torch.uint8).numpy())
+        given = {name: array[:, start:stop] for name, array in caches.items() if name not in states}
+        given |= {name: caches[name] for name in states if stop == TOKENS}
+        pages = {
+            group: GroupPages(each.pages[start // 4 : -(-stop // 4)], start=start // 4)
+            for group, each in placed.items()
+            if group != "state"
+        }
+        pages |= {"state": placed["state"]} if stop == TOKENS else {}
+        pool.fill(Computed(given, start), pages, tokens=stop)
+    contents = copied_contents([(pool, placed)], tokens=TOKENS)
+    for shard in pool.layout.shards:
+        array = caches[shard.component.name][:, :, 1:2]
+        found = contents.of(shard, 0, np.arange(array.shape[1]))
+        assert np.array_equal(found, array[0].contiguous().numpy().view(np.uint32))
 
 
 def test_the_channels_of_a_convolution_are_slices_of_one_tensor(options: DemoOptions):
@@ -269,16 +292,16 @@ def test_the_channels_of_a_convolution_are_slices_of_one_tensor(options: DemoOpt
 
 def test_pages_of_a_window_alone(options: DemoOptions):
     pool = make_pool(options, PREFILL, 0, PREFILL_POISON)
-    window = pool.allocate(TOKENS, window_only=True)[f"window-{WINDOW}"]
+    window = pool.pages_for(TOKENS)[f"window-{WINDOW}"]
     assert (window.start, len(window.pages)) == (1, 2)  # tokens 7 to 9, in pages of 4
-    whole = pool.allocate(TOKENS, window_only=False)[f"window-{WINDOW}"]
+    whole = pool.pages_for(TOKENS, whole_windows=True)[f"window-{WINDOW}"]
     assert (whole.start, len(whole.pages)) == (0, 3)
 
 
 def test_what_a_rank_hands_in_with_each_chunk(options: DemoOptions):
     """Window pages from the first that decoding needs, and the state with the last chunk alone."""
     pool = make_pool(options, PREFILL, 0, PREFILL_POISON)
-    placed = pool.allocate(TOKENS, window_only=False)
+    placed = pool.pages_for(TOKENS, whole_windows=True)
     handed = []
     for start, stop in ((0, 4), (4, 8), (8, 10)):
         chunk = PrefilledChunk(start, stop, {}, 7 if stop == TOKENS else None)

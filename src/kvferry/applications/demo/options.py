@@ -107,12 +107,6 @@ class EngineShape:
         return sharded.held(coordinates, stage_of(coordinates, self.stages))
 
 
-def slices(box: Box) -> tuple[slice, ...]:
-    """Where a part lies in an array [layer, entry, ...] of the whole component."""
-    layers, *others = (slice(part.start, part.stop) for part in box)
-    return (layers, slice(None), *others)
-
-
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt on its way from a prefill engine to a decode engine."""

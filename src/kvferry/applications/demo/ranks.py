@@ -10,21 +10,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvferry.applications.demo.options import DemoOptions, Request, slices
-from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Contents, RankPool
+import numpy as np
+
+from kvferry.applications.demo.options import DemoOptions, Request
+from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Computed, part_of, rank_pool
 from kvferry.applications.demo.reference.caches import array_shape, entries_kept
 from kvferry.applications.demo.reference.engine import PrefilledChunk, load_model
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
 from kvferry.layout import PageGroup, RankCoordinates, RankLayout
 from kvferry.plan.requests.page_numbers import GroupPages
-from kvferry.pools.places import TakenPages
+from kvferry.pools.places import TakenPages, places
+from kvferry.pools.pool import Pool
 from kvferry.settings import Settings
 
 if TYPE_CHECKING:
     import torch
 
 Connection: TypeAlias = multiprocessing.connection.Connection
-ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[int, int, dict[str, Contents], bytes]]"
+ShardQueue: TypeAlias = "multiprocessing.queues.Queue[tuple[Pool, dict[int, tuple[dict[str, TakenPages], bytes]]]]"
 
 _AUX = struct.Struct("<q")
 _TIMEOUT_S = 120.0
@@ -46,19 +49,19 @@ class Described:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
-    """A prefill rank has sent a request; `shard` is what its pools held of each component, whole pages as bytes."""
+    """A prefill rank has sent a request, which lies in these pages of its pools."""
 
     room: int
-    shard: dict[str, Contents]
+    pages: dict[str, TakenPages]
     stats: SenderStats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Received:
-    """A decode rank has received a request; `shard` is what its pools hold now."""
+    """A decode rank has received a request in these pages of its pools."""
 
     room: int
-    shard: dict[str, Contents]
+    pages: dict[str, TakenPages]
     stats: ReceiverStats
 
 
@@ -78,11 +81,12 @@ class Undivided:
     token_ids: list[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """A process is through. `damaged_bytes` counts bytes of its pool that nobody may have touched."""
+    """A process is through. A rank shows its memory, and how many bytes changed there that nobody may touch."""
 
     damaged_bytes: int = 0
+    pool: Pool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +130,8 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
     keeps its own shard alone.
     """
     model = load_model(options.model)
-    pool = RankPool(
-        options,
-        options.prefill,
-        coordinates,
-        poison=PREFILL_POISON,
-        seed=f"{options.seed} prefill {engine} {coordinates.engine_rank}",
-    )
+    seed = f"{options.seed} prefill {engine} {coordinates.engine_rank}"
+    pool = rank_pool(options, options.prefill, coordinates, poison=PREFILL_POISON, seed=seed)
     runs_registry = engine == 0 and coordinates.engine_rank == 0
     registry_url: str | None = None
     if not runs_registry:
@@ -157,17 +156,17 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
         senders = [(request, endpoint.open(request.room)) for request in mine]
         placed_of = {}
         for request, sender in senders:
-            placed_of[request.room] = placed = pool.allocate(len(request.token_ids), window_only=False)
+            placed_of[request.room] = placed = pool.pages_for(len(request.token_ids), whole_windows=True)
             for chunk in model.prefill(request.token_ids, options.chunk_tokens):
-                pool.write(placed, chunk.caches, chunk.start)
+                pages = pages_of_chunk(pool.layout, placed, request, chunk)
+                pool.fill(Computed(chunk.caches, chunk.start), pages, tokens=chunk.stop)
                 is_last = chunk.next_token is not None
                 aux = _AUX.pack(chunk.next_token) if chunk.next_token is not None else None
-                pages = pages_of_chunk(pool.layout, placed, request, chunk)
                 sender.submit(pages, last=is_last, aux=aux)
         for request, sender in senders:
             sender.wait(_TIMEOUT_S)
-            reports.send(Sent(request.room, pool.read(placed_of[request.room]), sender.stats))
-        reports.send(Ended(pool.damaged_bytes()))
+            reports.send(Sent(request.room, placed_of[request.room], sender.stats))
+        reports.send(Ended(pool.touched_bytes(pool.untaken(), PREFILL_POISON), pool))
         reports.recv()  # the registry and the peer channel stay until everybody is through
 
 
@@ -203,13 +202,8 @@ def decode_main(
     """Receives this rank's shard of this engine's requests; the first rank puts the shards together and decodes."""
     is_first = coordinates.engine_rank == 0
     model = load_model(options.model) if is_first else None
-    pool = RankPool(
-        options,
-        options.decode,
-        coordinates,
-        poison=DECODE_POISON,
-        seed=f"{options.seed} decode {engine} {coordinates.engine_rank}",
-    )
+    seed = f"{options.seed} decode {engine} {coordinates.engine_rank}"
+    pool = rank_pool(options, options.decode, coordinates, poison=DECODE_POISON, seed=seed)
     reports.send(Ready())
     settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
     with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
@@ -224,7 +218,7 @@ def decode_main(
             if len(rooms) < len(mine):
                 request = mine[len(rooms)]
                 num_tokens = len(request.token_ids)
-                placed = pool.allocate(num_tokens, window_only=True)
+                placed = pool.pages_for(num_tokens)
                 pages = {group: each.pages for group, each in placed.items()}
                 engine_of = engine_name(request.prefill_engine)
                 receiver = endpoint.open(request.room, pages, engine=engine_of, tokens=num_tokens)
@@ -236,10 +230,9 @@ def decode_main(
             placed, receiver = rooms[request.room]
             receiver.wait(_TIMEOUT_S)
             open_next()
-            shard = pool.read(placed)
-            shards.put((coordinates.engine_rank, request.room, shard, receiver.aux))
-            reports.send(Received(request.room, shard, receiver.stats))
-        damaged_bytes = pool.damaged_bytes()
+            reports.send(Received(request.room, placed, receiver.stats))
+        shards.put((pool, {room: (placed, receiver.aux) for room, (placed, receiver) in rooms.items()}))
+        damaged_bytes = pool.touched_bytes(pool.untaken(), DECODE_POISON)
         if model is not None:
             for request, caches, first_token in _assembled(options, mine, shards):
                 tokens = model.decode(
@@ -249,7 +242,7 @@ def decode_main(
                     max_new_tokens=options.max_new_tokens,
                 )
                 reports.send(Decoded(request.room, tokens))
-        reports.send(Ended(damaged_bytes))
+        reports.send(Ended(damaged_bytes, pool))
         reports.recv()  # prefill ranks that had nothing to send to this one may not be through
 
 
@@ -259,26 +252,28 @@ def _assembled(
     """Every request's whole cache, from nothing but what the ranks of this engine received."""
     import torch
 
-    ranks = options.decode.coordinates
-    arrived: dict[int, dict[int, tuple[dict[str, Contents], bytes]]] = {}
-    for _ in range(len(requests) * len(ranks)):
-        rank, room, shard, aux = shards.get(timeout=_TIMEOUT_S)
-        arrived.setdefault(room, {})[rank] = shard, aux
+    arrived = [shards.get(timeout=_TIMEOUT_S) for _ in options.decode.coordinates]
     assembled = []
     for request in requests:
-        caches = {}
-        for sharded in options.components:
-            component = sharded.component
-            kept = entries_kept(component, len(request.token_ids))
-            dtype = getattr(torch, component.dtype)
-            whole = torch.full(array_shape(component, len(kept)), float("nan"), dtype=dtype)
-            for coordinates in ranks:
-                contents = arrived[request.room][coordinates.engine_rank][0][component.name]
-                if contents.entries.size:
-                    part = torch.from_numpy(contents.cut(kept)).contiguous().view(dtype)
-                    whole[slices(options.decode.held(sharded, coordinates))] = part
-            caches[component.name] = whole
-        (first_token,) = _AUX.unpack(arrived[request.room][0][1])
+        kept = {
+            each.component.name: entries_kept(each.component, len(request.token_ids)) for each in options.components
+        }
+        caches = {
+            each.component.name: torch.full(
+                array_shape(each.component, len(kept[each.component.name])),
+                float("nan"),
+                dtype=getattr(torch, each.component.dtype),
+            )
+            for each in options.components
+        }
+        for pool, rooms in arrived:
+            placed, aux = rooms[request.room]
+            for shard, index, where, positions in places(pool.layout, placed, len(request.token_ids), 0):
+                name = shard.component.name
+                layer = caches[name][shard.box[0].start + index].numpy()
+                elements = pool.elements(shard, index)[where]
+                layer[part_of(shard, positions - kept[name].start)] = np.ascontiguousarray(elements).view(layer.dtype)
+        (first_token,) = _AUX.unpack(aux)
         assembled.append((request, caches, first_token))
     return assembled
 

@@ -15,6 +15,7 @@ from kvferry.applications.demo import ranks
 from kvferry.applications.demo.options import DemoOptions
 from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates
+from kvferry.pools.pool import Pool
 
 _DEADLINE_S = 180.0
 _PRELOADED = ["kvferry.applications.demo.reference.preload", "kvferry.applications.demo.ranks"]
@@ -51,6 +52,12 @@ class Outcome:
             for report in reports
             if isinstance(report, kind)
         ]
+
+    def pool(self, name: RankName) -> Pool:
+        """A rank's memory, as it was at the end."""
+        (ended,) = (report for report in self.reports[name] if isinstance(report, ranks.Ended))
+        assert ended.pool is not None
+        return ended.pool
 
 
 @dataclass(slots=True, eq=False)

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from kvferry.applications.demo.options import DemoOptions, EngineShape, slices
-from kvferry.applications.demo.pool import DECODE_POISON, Contents
+from kvferry.applications.demo.options import DemoOptions
+from kvferry.applications.demo.pool import DECODE_POISON
 from kvferry.applications.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided
-from kvferry.applications.demo.reference.caches import array_shape, entries_kept
-from kvferry.applications.demo.run import Outcome
-from kvferry.layout import Box, Interval, RankLayout, ShardedComponent
-from kvferry.observe.records import WriteRecord, busy_s
+from kvferry.applications.demo.reference.caches import entries_kept
+from kvferry.applications.demo.run import Outcome, RankName
+from kvferry.layout import RankLayout
+from kvferry.observe.records import busy_s
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver, prove
-
-Shards = dict[int, dict[str, Contents]]
+from kvferry.plan.requests.page_numbers import AnyPages
+from kvferry.pools.contents import CopiedContents, Elements
+from kvferry.pools.places import places
+from kvferry.pools.pool import Pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +63,17 @@ def judge(options: DemoOptions, outcome: Outcome) -> Verdict:
     """
     checked = mismatched = 0
     for request in options.requests:
-        sent = _shards(outcome, Sent, "prefill", request.prefill_engine, request.room)
-        received = _shards(outcome, Received, "decode", request.decode_engine, request.room)
-        for sharded in options.components:
-            kept = entries_kept(sharded.component, len(request.token_ids))
-            whole, conflicts = _whole(sharded, options.prefill, sent)
-            mismatched += conflicts
-            for coordinates in options.decode.coordinates:
-                expected = _part(sharded, whole, options.decode.held(sharded, coordinates))
-                actual = received[coordinates.engine_rank][sharded.component.name]
-                checked += expected.cut(kept).size
-                mismatched += _wrong_bytes(expected, actual, kept)
+        page_tokens, num_tokens = options.prefill.page_tokens, len(request.token_ids)
+        sent = CopiedContents(-(-num_tokens // page_tokens) * page_tokens)
+        for name, report in _of_room(outcome, Sent, "prefill", request.prefill_engine, request.room):
+            mismatched += _add(sent, outcome.pool(name), report.pages)
+        for name, report in _of_room(outcome, Received, "decode", request.decode_engine, request.room):
+            found = _compare(outcome.pool(name), report.pages, sent, num_tokens)
+            checked, mismatched = checked + found[0], mismatched + found[1]
     mismatched += sum(ended.damaged_bytes for side in ("prefill", "decode") for _, ended in outcome.of(Ended, side))
     answers = {decoded.room: decoded.token_ids for _, decoded in outcome.of(Decoded, "decode")}
     undivided = {answer.room: answer.token_ids for _, answer in outcome.of(Undivided, "undivided")}
-    writes = [write for _, sent_ in outcome.of(Sent, "prefill") for write in sent_.stats.writes]
+    writes = [write for _, report in outcome.of(Sent, "prefill") for write in report.stats.writes]
     total_bytes = sum(write.total_bytes for write in writes)
     return Verdict(
         tokens_match=answers == undivided and len(answers) == len(options.requests),
@@ -82,68 +82,51 @@ def judge(options: DemoOptions, outcome: Outcome) -> Verdict:
         total_bytes=total_bytes,
         descriptors=sum(write.descriptors for write in writes),
         transfer_ms=tuple(_transfer_ms(outcome, request.room) for request in options.requests),
-        gb_per_s=_rate(total_bytes, writes),
+        gb_per_s=total_bytes / busy_s(writes) / 1e9 if writes else 0.0,
         links=_links(options, outcome),
         answers=answers,
     )
 
 
-def _rate(total_bytes: int, writes: list[WriteRecord]) -> float:
-    return total_bytes / busy_s(writes) / 1e9 if writes else 0.0
+def _of_room(outcome: Outcome, kind: type, side: str, engine: int, room: int) -> list[tuple[RankName, Any]]:
+    """What every rank of an engine reported of a room."""
+    return [(name, each) for name, each in outcome.of(kind, side) if name.engine == engine and each.room == room]
 
 
-def _shards(outcome: Outcome, kind: type[Sent] | type[Received], side: str, engine: int, room: int) -> Shards:
-    """What every rank of an engine reported of a room, by engine rank."""
-    return {
-        name.coordinates.engine_rank: report.shard
-        for name, report in outcome.of(kind, side)
-        if name.engine == engine and report.room == room
-    }
-
-
-def _where(sharded: ShardedComponent, box: Box) -> tuple[slice, ...]:
-    """Where a rank's part lies in bytes [layer, entry, ...] of the whole component."""
-    *others, last = slices(box)
-    width = sharded.component.element_bytes
-    return (*others, slice(last.start * width, last.stop * width))
-
-
-def _whole(sharded: ShardedComponent, shape: EngineShape, sent: Shards) -> tuple[Contents, int]:
-    """The whole component as the prefill ranks hold it, and how many bytes none holds or two disagree about."""
-    component = sharded.component
-    first = next(shard[component.name] for shard in sent.values() if shard[component.name].entries.size)
-    *sizes, last = array_shape(component, first.entries.shape[1])
-    whole = np.zeros((*sizes, last * component.element_bytes), np.uint8)
-    is_known = np.zeros(whole.shape, np.bool_)
+def _add(sent: CopiedContents, pool: Pool, pages: AnyPages) -> int:
+    """Adds what a prefill rank's pages hold; returns the bytes of all parts about which another rank disagrees."""
     conflicts = 0
-    for engine_rank, shard in sent.items():
-        part = shard[component.name].entries
-        if part.size:
-            where = _where(sharded, shape.held(sharded, shape.coordinates[engine_rank]))
-            conflicts += int((is_known[where] & (whole[where] != part)).sum())
-            whole[where] = part
-            is_known[where] = True
-    return Contents(first.start, whole), conflicts + int((~is_known).sum())
+    for shard, index, where, positions in places(pool.layout, pages, None, None):
+        elements = pool.elements(shard, index)[where]
+        try:
+            sent.add(shard, shard.box[0].start + index, positions, elements)
+        except ValueError:
+            conflicts += elements.nbytes
+    return conflicts
 
 
-def _part(sharded: ShardedComponent, whole: Contents, box: Box) -> Contents:
-    return Contents(whole.start, whole.entries[_where(sharded, box)])
+def _compare(pool: Pool, pages: AnyPages, sent: CopiedContents, num_tokens: int) -> tuple[int, int]:
+    """How many bytes a request needs of a decode rank, and how many are wrong in its pages there.
+
+    Those must be the sender's, and what is beside them untouched or the sender's as well.
+    """
+    checked = wrong = 0
+    for shard, index, where, positions in places(pool.layout, pages, None, None):
+        kept = entries_kept(shard.component, num_tokens)
+        is_needed = (positions >= kept.start) & (positions < kept.stop)
+        is_known = positions < sent.tokens
+        got = _bytes(pool.elements(shard, index)[where])
+        differs = np.ones(got.shape, np.bool_)
+        differs[is_known] = got[is_known] != _bytes(sent.of(shard, shard.box[0].start + index, positions[is_known]))
+        differs[~is_needed] &= got[~is_needed] != DECODE_POISON
+        checked += got[is_needed].size
+        wrong += int(differs.sum())
+    return checked, wrong
 
 
-def _wrong_bytes(expected: Contents, actual: Contents, kept: Interval) -> int:
-    """Bytes that differ where the request needs them, or are neither untouched nor the sender's in the same pages."""
-    needed = expected.cut(kept)
-    if not needed.size or not actual.entries.size:
-        return max(needed.size, actual.entries.size)
-    if actual.cut(kept).shape != needed.shape:
-        return needed.size
-    is_wrong = actual.entries != DECODE_POISON
-    low = max(expected.start, actual.start)
-    high = min(expected.start + expected.entries.shape[1], actual.start + actual.entries.shape[1])
-    both = Interval(low, high)
-    is_wrong[:, low - actual.start : high - actual.start] &= actual.cut(both) != expected.cut(both)
-    is_wrong[:, kept.start - actual.start : kept.stop - actual.start] = actual.cut(kept) != needed
-    return int(is_wrong.sum())
+def _bytes(elements: Elements) -> NDArray[np.uint8]:
+    """The bytes of every entry, [entry, byte]."""
+    return np.ascontiguousarray(elements).view(np.uint8).reshape(len(elements), -1)
 
 
 def _transfer_ms(outcome: Outcome, room: int) -> float:
