@@ -10,12 +10,13 @@ import torch
 from tests.support.checkpoints import save_checkpoint
 from tests.support.reference import Caches, cache_in, changes_with, decode, prefill_whole, seeded_model
 
-from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, entries_kept
+from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form
 from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.applications.demo.reference.tokenizer import read_prompts
 from kvferry.errors import ModelError
 from kvferry.layout import Component, Entry, Interval
+from kvferry.pools.places import entries_kept
 
 PROMPTS = read_prompts()
 HYBRIDS = ("qwen3_next", "gemma3", "mamba2")

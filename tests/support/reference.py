@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from kvferry.applications.demo.reference.caches import array_shape, entries_kept
+from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import CACHE_NAMES, ReferenceModel, load_model
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.layout import Entry
+from kvferry.pools.places import entries_kept
 
 Caches = dict[str, torch.Tensor]
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvferry.layout import Entry, PageGroup, RankLayout, Shard, TokenShare
+from kvferry.layout import Component, Entry, Interval, PageGroup, RankLayout, Shard, TokenShare
 from kvferry.plan.requests.page_numbers import AnyPages, GroupPages, pages_by_group
 
 Pages: TypeAlias = NDArray[np.int64]
@@ -47,6 +47,13 @@ def positions_of(share: TokenShare, tokens: int) -> list[int]:
 def first_needed(window_tokens: int | None, tokens: int, prefix_tokens: int) -> int:
     """The first position that a decode rank needs of a request."""
     return prefix_tokens if window_tokens is None else max(prefix_tokens, tokens - window_tokens)
+
+
+def entries_kept(component: Component, tokens: int) -> Interval:
+    """The entries of a component that a request of so many tokens needs: tokens by position, or its one state."""
+    if component.entry is Entry.REQUEST:
+        return Interval(0, 1)
+    return Interval(first_needed(component.window_tokens, tokens, 0), tokens)
 
 
 def needed_pages(

@@ -116,7 +116,7 @@ class Pool:
         *,
         memory: object = None,
         blocks: Sequence[Block] | None = None,
-        seed: int | str = 0,
+        seed: int | str | None = 0,
     ) -> None:
         """Looks at memory that somebody else has allocated, and leaves it as it is; `allocate` makes memory.
 
@@ -125,7 +125,7 @@ class Pool:
             coordinates: the only rank by default.
             memory: whatever owns the memory, such as an engine's tensors: it lives as long as the pool.
             blocks: where the memory is seen; None looks where the layout says that it is.
-            seed: of the order in which `take` gives pages.
+            seed: of the order in which `take` gives pages; None gives them in their own.
         """
         self.layout = layout
         self.coordinates = coordinates or RankCoordinates()
@@ -142,7 +142,7 @@ class Pool:
         pools: VirtualPools,
         coordinates: RankCoordinates | None = None,
         *,
-        seed: int | str = 0,
+        seed: int | str | None = 0,
     ) -> Pool:
         """Makes the pool of one rank of an engine, in main memory, every byte of it poisoned.
 
@@ -150,13 +150,15 @@ class Pool:
             components: what the engine caches, and how ranks divide it.
             pools: pages, and how they lie.
             coordinates: the only rank by default.
-            seed: of the order in which `take` gives pages.
+            seed: of the order in which `take` gives pages; None gives them in their own.
         """
         coordinates = coordinates or RankCoordinates()
         return cls.backed(virtual_layout(components, coordinates, pools), coordinates, seed=seed)
 
     @classmethod
-    def backed(cls, layout: RankLayout, coordinates: RankCoordinates | None = None, *, seed: int | str = 0) -> Pool:
+    def backed(
+        cls, layout: RankLayout, coordinates: RankCoordinates | None = None, *, seed: int | str | None = 0
+    ) -> Pool:
         """Makes a pool of any layout, such as one that nobody has allocated: the same, but in memory of its own."""
         host = aligned_bytes(bytes_of(layout))
         address = host.ctypes.data
@@ -231,7 +233,8 @@ class Pool:
         for group in self.layout.groups:
             owner = owner_of.get(group.name, group.name)
             numbers = list(range(group.num_pages))
-            random.Random(f"{self._seed} {owner}").shuffle(numbers)  # noqa: S311 - an order, not a secret
+            if self._seed is not None:
+                random.Random(f"{self._seed} {owner}").shuffle(numbers)  # noqa: S311 - an order, not a secret
             orders[group.name] = np.array(numbers, np.int64), owner
         return orders
 

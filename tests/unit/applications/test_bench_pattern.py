@@ -82,7 +82,7 @@ def test_right_bytes_in_a_wrong_place_are_wrong():
     pool = written(shape)
     first, second = pool.layout.shards
     keys = pool.layer(first, 0, 8)
-    own, other = pool.pages("kv", 0), pool.pages("kv", 1)
+    own, other = (pool.requests[request]["kv"].pages for request in (0, 1))
     for mine, theirs in [
         (keys[own[0]], keys[own[1]]),  # two pages
         (keys[own[0]], keys[other[0]]),  # two requests
@@ -101,7 +101,7 @@ def test_right_bytes_in_a_wrong_place_are_wrong():
 def test_a_write_into_a_page_of_no_request_is_seen():
     shape = options()
     pool = written(shape)
-    (page, *_) = pool.guard_pages("kv", shape.requests)
+    (page, *_) = pool.untaken()["kv"]
     pool.layer(pool.layout.shards[0], 2, 8)[page].flat[0] = POISON
     checked = pattern.check(pool, shape)
     assert checked.wrong_bytes == 7
@@ -112,12 +112,12 @@ def test_a_write_into_a_page_of_no_request_is_seen():
 def test_ranks_agree_on_what_an_element_is(tp_size: int):
     shape = options(decode_tp=tp_size)
     whole = written(options())
-    whole_keys = whole.layer(whole.layout.shards[0], 1, 8)[whole.pages("kv", 1)]
+    whole_keys = whole.layer(whole.layout.shards[0], 1, 8)[whole.requests[1]["kv"].pages]
     parts = []
     for coordinates in shape.decode.coordinates:
         pool = made(shape, coordinates)
         pattern.write(pool, shape)
-        parts.append(pool.layer(pool.layout.shards[0], 1, 8)[pool.pages("kv", 1)])
+        parts.append(pool.layer(pool.layout.shards[0], 1, 8)[pool.requests[1]["kv"].pages])
     assert np.array_equal(np.concatenate(parts, axis=2), whole_keys)
 
 
@@ -132,7 +132,7 @@ def test_states_and_windows_and_odd_widths_are_checked():
     pool = written(shape)
     checked = pattern.check(pool, shape)
     assert checked.wrong_bytes == 0
-    slots, window_pages = (pool.pages(default_group(component), 0) for component in (state, window))
+    slots, window_pages = (pool.requests[0][default_group(component)].pages for component in (state, window))
     assert len(slots) == 1
     assert len(window_pages) == 2  # 64 tokens in pages of 16: tokens 44 to 63 lie in the last two
     pool.layer(pool.layout.shards[0], 1, 2)[slots[0], 0, 5, 2] ^= 1
@@ -164,9 +164,9 @@ def test_after_several_passes_only_what_the_last_one_brought_is_right():
     for shard, other in zip(pool.layout.shards, moved.layout.shards, strict=True):
         for layer in range(4):
             for transfer in range(6):
-                to = moved.pages("kv", transfer % 3)
+                to = moved.requests[transfer % 3]["kv"].pages
                 moved.layer(other, layer, 8)[to] = pool.layer(shard, layer, 8)[
-                    pool.pages("kv", shape.source_of(transfer))
+                    pool.requests[shape.source_of(transfer)]["kv"].pages
                 ]
     assert pattern.check(moved, shape, passes=2).wrong_bytes == 0
 

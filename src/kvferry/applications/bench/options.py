@@ -21,7 +21,6 @@ from kvferry.layout import (
     ShardedComponent,
     all_coordinates,
     attention_components,
-    default_group,
 )
 from kvferry.models import ModelCache, read_model_cache
 from kvferry.settings import Settings
@@ -207,15 +206,6 @@ class BenchOptions(Workload):
     def sides(self) -> tuple[Side, Side]:
         """Prefill and decode."""
         return self.prefill, self.decode
-
-    @property
-    def groups(self) -> dict[str, tuple[ShardedComponent, ...]]:
-        """The components whose pools share page numbers, by group."""
-        groups: dict[str, tuple[ShardedComponent, ...]] = {}
-        for sharded in self.model.components:
-            group = default_group(sharded.component)
-            groups[group] = (*groups.get(group, ()), sharded)
-        return groups
 
     @property
     def at_a_time(self) -> int:

@@ -16,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.bench.options import BenchOptions
-from kvferry.applications.bench.pool import Extent, Pool
-from kvferry.layout import Shard, ShardedComponent
+from kvferry.applications.bench.pool import Pool
+from kvferry.layout import Interval, Shard, ShardedComponent
+from kvferry.pools.places import TakenPages, entries_kept
 from kvferry.pools.pool import POISON
 
 Numbers = NDArray[np.unsignedinteger[Any]]
@@ -57,7 +58,7 @@ def write(pool: Pool, options: BenchOptions, *, threads: int = 1) -> None:
 
     def write_part(part: _Part) -> None:
         for request in range(options.requests):
-            for pages, positions in part.blocks(pool.pages(part.shard.group, request)):
+            for pages, positions in part.blocks(pool.requests[request][part.shard.group]):
                 expected = part.expected(request, positions)
                 part.array[pages] = expected.reshape(len(pages), -1, *expected.shape[1:])
 
@@ -78,9 +79,9 @@ def check(pool: Pool, options: BenchOptions, *, passes: int = 1, threads: int = 
         found, group = Checked(), part.shard.group
         for request in range(options.requests):
             source = options.source_of(last_pass + request)
-            for pages, positions in part.blocks(pool.pages(group, request)):
+            for pages, positions in part.blocks(pool.requests[request][group]):
                 found += part.compared(source, pages, positions)
-        guard = part.array[pool.guard_pages(group, options.requests)]
+        guard = part.array[pool.untaken()[group]]
         damaged = int(np.count_nonzero(np.ascontiguousarray(guard).view(np.uint8) != POISON))
         return found + Checked(guard.nbytes, damaged, f"{part.name}, a page of no request" if damaged else None)
 
@@ -91,9 +92,9 @@ def check(pool: Pool, options: BenchOptions, *, passes: int = 1, threads: int = 
 def damage(pool: Pool, options: BenchOptions) -> None:
     """Changes one byte of the last request that the pool holds something of, in `host`."""
     part = list(_parts(pool, options))[-1]
-    extent, pages = part.extent, pool.pages(part.shard.group, options.requests - 1)
-    page, inside = divmod(extent.tokens - 1, extent.page_tokens)
-    part.array[pages[page - extent.first], inside].flat[-1] ^= 1
+    taken = pool.requests[-1][part.shard.group]
+    page, inside = divmod(part.kept.stop - 1, part.array.shape[1])
+    part.array[taken.pages[page - taken.start], inside].flat[-1] ^= 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,6 +102,7 @@ class _Part:
     """One layer of one shard.
 
     Attributes:
+        kept: positions of what a request needs of it.
         array: its pages, [page, token, ..., number].
         base: the layer's number in the sum.
         places: those of the places in a token, [..., number].
@@ -108,18 +110,19 @@ class _Part:
 
     name: str
     shard: Shard
-    extent: Extent
+    kept: Interval
     array: Numbers
     base: np.uint64
     places: NDArray[np.uint64]
 
-    def blocks(self, pages: NDArray[np.int64]) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+    def blocks(self, taken: TakenPages) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """A request's pages a few at a time, with the positions of their tokens."""
         step = max(1, _BLOCK_BYTES // (self.array[0].size * self.array.itemsize))
-        for start in range(0, len(pages), step):
-            block = pages[start : start + step]
-            first = (self.extent.first + start) * self.extent.page_tokens
-            yield block, np.arange(first, first + len(block) * self.extent.page_tokens)
+        page_tokens = self.array.shape[1]
+        for start in range(0, len(taken.pages), step):
+            block = taken.pages[start : start + step]
+            first = (taken.start + start) * page_tokens
+            yield block, np.arange(first, first + len(block) * page_tokens)
 
     def expected(self, request: int, positions: NDArray[np.int64]) -> Numbers:
         """The numbers at some positions of a request, [position, ..., number]."""
@@ -132,8 +135,8 @@ class _Part:
     def compared(self, request: int, pages: NDArray[np.int64], positions: NDArray[np.int64]) -> Checked:
         """What a check finds in some pages, which should hold these positions of a request."""
         got = self.array[pages].reshape(len(positions), *self.array.shape[2:])
-        if positions[0] < self.extent.first_token or positions[-1] >= self.extent.tokens:
-            wanted = (positions >= self.extent.first_token) & (positions < self.extent.tokens)
+        if positions[0] < self.kept.start or positions[-1] >= self.kept.stop:
+            wanted = (positions >= self.kept.start) & (positions < self.kept.stop)
             got, positions = got[wanted], positions[wanted]
         wrong = _differences(got, self.expected(request, positions))
         place = f"{self.name} of request {request}, token {positions[wrong[0]]}" if len(wrong) else None
@@ -152,7 +155,7 @@ def _parts(pool: Pool, options: BenchOptions) -> Iterator[_Part]:
                 yield _Part(
                     name=f"{shard.component.name} of layer {sharded.layers[layer]}",
                     shard=shard,
-                    extent=pool.extents[shard.group],
+                    kept=entries_kept(shard.component, options.tokens),
                     array=array,
                     base=_random(np.array([_LAYER + (index << _COMPONENT_SHIFT) + layer], np.uint64))[0],
                     places=_places(shard, lane_bytes),

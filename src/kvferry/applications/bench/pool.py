@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from kvferry.applications.bench.options import BenchOptions, Side
 from kvferry.applications.plan.counting import PagePlacement, RoutedPiece, total
 from kvferry.layout import (
+    Component,
     Device,
     Entry,
     MemoryKind,
@@ -24,12 +24,13 @@ from kvferry.layout import (
     RankLayout,
     Region,
     Shard,
-    ShardedComponent,
     VirtualPools,
+    default_group,
     virtual_layout,
 )
 from kvferry.plan import pieces_for_receiver
 from kvferry.pools import pool as pools
+from kvferry.pools.places import entries_kept
 from kvferry.pools.pool import ALIGNMENT, POISON, Block, aligned_bytes, bytes_of, placed
 
 if TYPE_CHECKING:
@@ -117,57 +118,23 @@ _GUARD = 8
 """One page more than this part of the pages belongs to no request: nobody may write there."""
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """What a request takes of a group on one side.
-
-    Attributes:
-        page_tokens: tokens in a page; 1 for slots.
-        first: position of the first page among the request's pages.
-        stop: the position after the last one.
-        first_token: position of the first token that must arrive.
-        tokens: the position after the last token; 1 for slots.
-    """
-
-    page_tokens: int
-    first: int
-    stop: int
-    first_token: int
-    tokens: int
-
-    @property
-    def pages(self) -> int:
-        """How many pages."""
-        return self.stop - self.first
-
-
-def extent_of(options: BenchOptions, side: Side, members: tuple[ShardedComponent, ...]) -> Extent:
-    """What a request takes of a group."""
-    component = members[0].component
-    if component.entry is Entry.REQUEST:
-        return Extent(page_tokens=1, first=0, stop=1, first_token=0, tokens=1)
-    window = options.tokens if component.window_tokens is None else component.window_tokens
-    first_token = max(0, options.tokens - window)
-    page_tokens = side.page_tokens
-    stop = -(-options.tokens // page_tokens)
-    return Extent(page_tokens, first_token // page_tokens, stop, first_token, options.tokens)
-
-
-def _num_pages(options: BenchOptions, extent: Extent) -> int:
-    used = options.requests * extent.pages
+def _num_pages(options: BenchOptions, side: Side, component: Component) -> int:
+    kept = entries_kept(component, options.tokens)
+    page_tokens = 1 if component.entry is Entry.REQUEST else side.page_tokens
+    used = options.requests * (-(-kept.stop // page_tokens) - kept.start // page_tokens)
     return used + used // _GUARD + 1
 
 
 def _virtual_layout(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> RankLayout:
     """A rank's layout, in memory that nobody has allocated."""
-    groups = options.groups.items()
+    components = options.model.components
     pools = VirtualPools(
         page_tokens=side.page_tokens,
-        num_pages={name: _num_pages(options, extent_of(options, side, members)) for name, members in groups},
+        num_pages={default_group(each.component): _num_pages(options, side, each.component) for each in components},
         order=side.order,
         layers_per_stage=(options.model.num_layers,),
     )
-    return virtual_layout(options.model.components, coordinates, pools, device=options.device)
+    return virtual_layout(components, coordinates, pools, device=options.device)
 
 
 def pool_bytes(options: BenchOptions, side: Side, coordinates: RankCoordinates) -> int:
@@ -201,13 +168,12 @@ def block_bytes(options: BenchOptions) -> float:
 class Pool(pools.Pool):
     """The memory of one rank in one case: the first part of what the rank has for all cases.
 
-    Which pages a request has is decided here, since it is what a case is about: the same ones in every run, side by
-    side or scattered.
+    Which pages a request has is what a case is about: the same ones in every run, side by side or scattered.
 
     Attributes:
         storage: where its bytes are.
         num_bytes: how many of the storage's.
-        extents: what a request takes, by group.
+        requests: the pages that each has, by group.
     """
 
     def __init__(self, options: BenchOptions, side: Side, coordinates: RankCoordinates, storage: Storage) -> None:
@@ -215,13 +181,10 @@ class Pool(pools.Pool):
         self.storage = storage
         self.num_bytes = pool_bytes(options, side, coordinates)
         layout = placed(_virtual_layout(options, side, coordinates), storage.address)
-        super().__init__(layout, coordinates, blocks=[Block(storage.address, self.host)])
+        seed = f"{side.name} {coordinates.engine_rank}" if options.is_scattered else None
+        super().__init__(layout, coordinates, blocks=[Block(storage.address, self.host)], seed=seed)
         self.poison()
-        self.extents = {name: extent_of(options, side, members) for name, members in options.groups.items()}
-        self._numbers = {
-            name: _page_numbers(options, extent, seed=(len(side.name), coordinates.engine_rank, index))
-            for index, (name, extent) in enumerate(self.extents.items())
-        }
+        self.requests = [self.pages_for(options.tokens) for _ in range(options.requests)]
 
     @property
     def host(self) -> NDArray[np.uint8]:
@@ -240,23 +203,6 @@ class Pool(pools.Pool):
         """Makes `host` what the memory is."""
         self.storage.fetch(self.num_bytes)
 
-    def pages(self, group: str, request: int) -> NDArray[np.int64]:
-        """A request's page numbers, in the order of its tokens."""
-        count = self.extents[group].pages
-        return self._numbers[group][request * count : (request + 1) * count]
-
-    def guard_pages(self, group: str, requests: int) -> NDArray[np.int64]:
-        """Pages of no request."""
-        return self._numbers[group][requests * self.extents[group].pages :]
-
     def layer(self, shard: Shard, index: int, lane_bytes: int) -> NDArray[np.unsignedinteger[Any]]:
         """The pages of one layer as numbers of so many bytes: an array [page, token, ..., number in the last axis]."""
         return self.elements(shard, index).view(f"u{lane_bytes}")
-
-
-def _page_numbers(options: BenchOptions, extent: Extent, *, seed: tuple[int, ...]) -> NDArray[np.int64]:
-    """All pages of a pool, those of the first request first."""
-    count = _num_pages(options, extent)
-    if options.is_scattered:
-        return np.random.default_rng(seed).permutation(count).astype(np.int64)
-    return np.arange(count, dtype=np.int64)

@@ -286,16 +286,16 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             is_last = chunk == count - 1
             parts: dict[str, GroupPages] = {}
             for group in groups:
-                extent, numbers = pool.extents[group.name], pool.pages(group.name, request)
+                taken = pool.requests[request][group.name]
                 if group.has_slots:
                     if is_last:
-                        parts[group.name] = GroupPages(numbers)
+                        parts[group.name] = GroupPages(taken.pages)
                     continue
-                start, stop = extent.pages * chunk // count, extent.pages * (chunk + 1) // count
+                start, stop = (len(taken.pages) * each // count for each in (chunk, chunk + 1))
                 if start < stop:
-                    parts[group.name] = GroupPages(numbers[start:stop], start=extent.first + start)
-                    if len(groups) == 1 and extent.first == 0:  # as an engine with one group would
-                        chunks.append((numbers[start:stop], is_last))
+                    parts[group.name] = GroupPages(taken.pages[start:stop], start=taken.start + start)
+                    if len(groups) == 1 and taken.start == 0:  # as an engine with one group would
+                        chunks.append((taken.pages[start:stop], is_last))
             if len(chunks) == chunk:
                 chunks.append((parts, is_last))
         return chunks
@@ -352,10 +352,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
         return commands.Done()
 
     def _open_room(self, endpoint: DecodeEndpoint, number: int, room: int) -> Receiver:
-        pages = {
-            group.name: self._pool.pages(group.name, number % self._options.requests)
-            for group in self._pool.layout.groups
-        }
+        pages = {name: taken.pages for name, taken in self._pool.requests[number % self._options.requests].items()}
         engine = engine_name(self._run, self._opened.variant)
         return endpoint.open(room, pages, engine=engine, tokens=self._options.tokens)
 

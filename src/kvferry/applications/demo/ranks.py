@@ -6,7 +6,7 @@ import multiprocessing.connection
 import multiprocessing.queues
 import struct
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -14,12 +14,12 @@ import numpy as np
 
 from kvferry.applications.demo.options import DemoOptions, Request
 from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Computed, part_of, rank_pool
-from kvferry.applications.demo.reference.caches import array_shape, entries_kept
+from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import PrefilledChunk, load_model
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
 from kvferry.layout import PageGroup, RankCoordinates, RankLayout
 from kvferry.plan.requests.page_numbers import GroupPages
-from kvferry.pools.places import TakenPages, places
+from kvferry.pools.places import TakenPages, entries_kept, places
 from kvferry.pools.pool import Pool
 from kvferry.settings import Settings
 
@@ -248,34 +248,25 @@ def decode_main(
 
 def _assembled(
     options: DemoOptions, requests: list[Request], shards: ShardQueue
-) -> list[tuple[Request, dict[str, torch.Tensor], int]]:
-    """Every request's whole cache, from nothing but what the ranks of this engine received."""
+) -> Iterator[tuple[Request, dict[str, torch.Tensor], int]]:
+    """Yields every request's whole cache, from nothing but what the ranks of this engine received."""
     import torch
 
     arrived = [shards.get(timeout=_TIMEOUT_S) for _ in options.decode.coordinates]
-    assembled = []
     for request in requests:
-        kept = {
-            each.component.name: entries_kept(each.component, len(request.token_ids)) for each in options.components
-        }
-        caches = {
-            each.component.name: torch.full(
-                array_shape(each.component, len(kept[each.component.name])),
-                float("nan"),
-                dtype=getattr(torch, each.component.dtype),
-            )
-            for each in options.components
-        }
+        num_tokens, caches = len(request.token_ids), {}
+        for sharded in options.components:
+            shape = array_shape(sharded.component, len(entries_kept(sharded.component, num_tokens)))
+            caches[sharded.component.name] = np.full(shape, np.nan, sharded.component.dtype)
         for pool, rooms in arrived:
             placed, aux = rooms[request.room]
-            for shard, index, where, positions in places(pool.layout, placed, len(request.token_ids), 0):
-                name = shard.component.name
-                layer = caches[name][shard.box[0].start + index].numpy()
-                elements = pool.elements(shard, index)[where]
-                layer[part_of(shard, positions - kept[name].start)] = np.ascontiguousarray(elements).view(layer.dtype)
+            for shard, index, where, positions in places(pool.layout, placed, num_tokens, 0):
+                layer = caches[shard.component.name][shard.box[0].start + index]
+                first = entries_kept(shard.component, num_tokens).start
+                elements = np.ascontiguousarray(pool.elements(shard, index)[where])
+                layer[part_of(shard, positions - first)] = elements.view(layer.dtype)
         (first_token,) = _AUX.unpack(aux)
-        assembled.append((request, caches, first_token))
-    return assembled
+        yield request, {name: torch.from_numpy(each) for name, each in caches.items()}, first_token
 
 
 def engine_name(engine: int) -> str:

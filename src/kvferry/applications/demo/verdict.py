@@ -13,14 +13,13 @@ from numpy.typing import NDArray
 from kvferry.applications.demo.options import DemoOptions
 from kvferry.applications.demo.pool import DECODE_POISON
 from kvferry.applications.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided
-from kvferry.applications.demo.reference.caches import entries_kept
 from kvferry.applications.demo.run import Outcome, RankName
 from kvferry.layout import RankLayout
 from kvferry.observe.records import busy_s
 from kvferry.plan import Piece, elect_writer, pieces_for_receiver, prove
 from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.pools.contents import CopiedContents, Elements
-from kvferry.pools.places import places
+from kvferry.pools.places import entries_kept, places
 from kvferry.pools.pool import Pool
 
 

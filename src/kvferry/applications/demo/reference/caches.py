@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from kvferry.applications.demo.reference.configuration import checkpoint_configuration, seeded_configuration
 from kvferry.applications.demo.reference.specification import ModelSpec
 from kvferry.errors import LayoutError, ModelError
-from kvferry.layout import Component, Entry, Interval, ShardedComponent
+from kvferry.layout import Component, ShardedComponent
 from kvferry.models import model_cache_from_config
+from kvferry.pools.places import entries_kept
 
 if TYPE_CHECKING:
     import torch
@@ -26,14 +27,6 @@ DTYPE = "float32"
 
 _EXTRA_CONV_COLUMNS = 1
 """transformers keeps as many columns of a convolution as its kernel has; the oldest is never looked at."""
-
-
-def entries_kept(component: Component, num_tokens: int) -> Interval:
-    """The entries of a component that a request of so many tokens needs: tokens by position, or its one state."""
-    if component.entry is Entry.REQUEST:
-        return Interval(0, 1)
-    window = num_tokens if component.window_tokens is None else component.window_tokens
-    return Interval(max(0, num_tokens - window), num_tokens)
 
 
 def array_shape(component: Component, num_entries: int) -> tuple[int, ...]:
