@@ -21,7 +21,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 from kvferry.control.construction import create_registry_client
 from kvferry.control.credentials import Credentials
 from kvferry.control.etcd import registry as etcd_registry
-from kvferry.control.etcd.address import EtcdAccess
+from kvferry.control.etcd.address import EtcdSettings
 from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import OnChange, Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
@@ -83,8 +83,9 @@ class Etcd(Kind):
 
     def guarded(self, *, knows: bool | None) -> Registry:
         password = PASSWORD if knows else "another password"
-        access = EtcdAccess() if knows is None else EtcdAccess(user=USER, password=password)
-        return EtcdRegistry(self._guarded_url, LEASE_S, access=access)
+        given = {} if knows is None else {"etcd_user": USER, "etcd_password": password}
+        own = EtcdSettings.model_validate(given)
+        return EtcdRegistry(self._guarded_url, LEASE_S, own=own)
 
     def absent(self, port: int) -> str:
         return f"etcd://127.0.0.1:{port}"

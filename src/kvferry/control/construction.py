@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvferry.control.credentials import Credentials, ServerCertificate
-from kvferry.control.etcd.address import EtcdAccess, EtcdSettings, is_etcd
+from kvferry.control.etcd.address import EtcdSettings, is_etcd
 from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
@@ -47,15 +47,8 @@ def create_registry_client(settings: Settings, url: str | None = None) -> Regist
     """
     address = url or settings.registry_address
     if is_etcd(address):
-        own = settings.of(EtcdSettings)
-        access = EtcdAccess(
-            user=own.etcd_user,
-            password=own.password,
-            trusted_certificates=settings.registry_tls_ca,
-            certificate=own.etcd_certificate,
-            key=own.etcd_key,
-        )
-        return EtcdRegistry(address, settings.registry_lease_s, access=access)
+        own, trusted = settings.of(EtcdSettings), settings.registry_tls_ca
+        return EtcdRegistry(address, settings.registry_lease_s, own=own, trusted=trusted)
     credentials = credentials_of(settings)
     return RegistryClient(
         address,

@@ -89,16 +89,28 @@ class ServerCertificate:
         """
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            # Without a password of ours OpenSSL would ask for one on the terminal, and wait.
-            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
-        except (OSError, ValueError) as error:
-            raise SettingsError(
-                f"the registry's certificate {self.certificate} (KVFERRY_REGISTRY_TLS_CERTIFICATE) and its key "
-                f"{self.key} (KVFERRY_REGISTRY_TLS_KEY) cannot be used: {_reason(error)}. Both must be PEM files, the "
-                "key unencrypted and the certificate's own"
-            ) from error
+        load_own(context, self.certificate, self.key, "the registry's certificate", "KVFERRY_REGISTRY_TLS_")
         return context
+
+
+def load_own(context: ssl.SSLContext, certificate: Path, key: Path, what: str, variables: str) -> None:
+    """Loads the certificate that a context shows to others, with its key.
+
+    Args:
+        what: names it in errors.
+        variables: what those begin with that name the two files.
+
+    Raises:
+        SettingsError: if the files cannot be used.
+    """
+    try:
+        # Without a password of ours OpenSSL would ask for one on the terminal, and wait.
+        context.load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as error:
+        raise SettingsError(
+            f"{what} {certificate} ({variables}CERTIFICATE) and its key {key} ({variables}KEY) cannot be used: "
+            f"{_reason(error)}. Both must be PEM files, the key unencrypted and the certificate's own"
+        ) from error
 
 
 def secret_hint(*, has_secret: bool) -> str:

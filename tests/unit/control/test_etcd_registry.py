@@ -26,7 +26,7 @@ from kvferry.applications.doctor import configuration, others
 from kvferry.control.construction import create_registry_client
 from kvferry.control.etcd import members as etcd_members
 from kvferry.control.etcd import registry as etcd_registry
-from kvferry.control.etcd.address import EtcdAccess, EtcdSettings, EtcdUrl
+from kvferry.control.etcd.address import EtcdSettings, EtcdUrl
 from kvferry.control.etcd.messages import Lease
 from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
@@ -43,6 +43,10 @@ from kvferry.transport import Diagnosis
 
 LEASE_S = 2.0
 PASSWORD = "the password of these tests"
+
+
+def with_password() -> EtcdSettings:
+    return EtcdSettings.model_validate({"etcd_user": "kvferry", "etcd_password": PASSWORD})
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +379,7 @@ class TestAccess:
             assert PASSWORD not in f"{settings!r} {settings.model_dump()} {settings.model_dump_json()}"
             with create_registry_client(settings) as client:
                 assert PASSWORD not in repr(vars(client))
-        assert PASSWORD not in repr(EtcdAccess(user="kvferry", password=PASSWORD))
+        assert PASSWORD not in repr(with_password())
         said = " ".join(each.what for each in configuration.variables({"KVFERRY_ETCD_PASSWORD": PASSWORD}, Diagnosis()))
         assert PASSWORD not in said
         file.chmod(0o644)
@@ -399,20 +403,20 @@ class TestAccess:
         assert "hunter2" not in str(refused.value)
 
     def test_a_password_in_the_clear_is_warned_of(self, caplog: pytest.LogCaptureFixture):
-        access = EtcdAccess(user="kvferry", password=PASSWORD)
-        EtcdRegistry("etcd://127.0.0.1:1,localhost:1", access=access).close()
-        EtcdRegistry("etcds://node-7:1", access=access).close()
+        own = with_password()
+        EtcdRegistry("etcd://127.0.0.1:1,localhost:1", own=own).close()
+        EtcdRegistry("etcds://node-7:1", own=own).close()
         EtcdRegistry("etcd://node-7:1").close()
         assert "without TLS" not in caplog.text
-        EtcdRegistry("etcd://127.0.0.1:1,node-7:1", access=access).close()
+        EtcdRegistry("etcd://127.0.0.1:1,node-7:1", own=own).close()
         assert "without TLS" in caplog.text
         assert PASSWORD not in caplog.text
 
     def test_a_token_that_members_know_no_more_is_renewed(self, tmp_path: Path):
         with EtcdCluster(tmp_path) as etcd:
             require_passwords(etcd, user="kvferry", password=PASSWORD, prefix="/kvferry")
-            access = EtcdAccess(user="kvferry", password=PASSWORD)
-            with EtcdRegistry(etcd.url, 60.0, access=access) as client:
+            own = with_password()
+            with EtcdRegistry(etcd.url, 60.0, own=own) as client:
                 client.register(rank(0))
                 client.members.token = "forgotten.1"
                 client.register(rank(0))
@@ -422,7 +426,7 @@ class TestAccess:
                 client.watch(told.append)
                 eventually("the watch has begun", lambda: None in told)
                 with (
-                    EtcdRegistry(f"{etcd.url}/elsewhere", access=access) as stranger,
+                    EtcdRegistry(f"{etcd.url}/elsewhere", own=own) as stranger,
                     pytest.raises(RegistryAccessError, match=r"permission denied.*'kvferry'.*/elsewhere/"),
                 ):
                     stranger.engines()
@@ -471,9 +475,9 @@ class TestTls:
         self, secured: EtcdCluster, files: dict[str, Path], access: tuple[str, bool]
     ):
         authority, has_own = access
-        own = (files["client"], files["client.key"]) if has_own else (None, None)
+        given = {"etcd_certificate": files["client"], "etcd_key": files["client.key"]} if has_own else {}
         with (
-            EtcdRegistry(secured.url, access=EtcdAccess(None, None, files[authority], *own)) as client,
+            EtcdRegistry(secured.url, own=EtcdSettings.model_validate(given), trusted=files[authority]) as client,
             pytest.raises(RegistryUnreachableError, match=r"SSL.*KVFERRY_REGISTRY_TLS_CA.*KVFERRY_ETCD_CERT"),
         ):
             client.engines()
@@ -483,12 +487,13 @@ class TestTls:
             client.engines()
 
     def test_certificates_that_cannot_be_used_are_refused_at_once(self, files: dict[str, Path]):
-        for access, words in (
-            (EtcdAccess(trusted_certificates=Path("/nowhere")), "KVFERRY_REGISTRY_TLS_CA"),
-            (EtcdAccess(certificate=files["client"], key=files["server.key"]), "KVFERRY_ETCD_KEY"),
+        wrong = EtcdSettings.model_validate({"etcd_certificate": files["client"], "etcd_key": files["server.key"]})
+        for own, trusted, words in (
+            (None, Path("/nowhere"), "KVFERRY_REGISTRY_TLS_CA"),
+            (wrong, None, "KVFERRY_ETCD_KEY"),
         ):
             with pytest.raises(SettingsError, match=words):
-                EtcdRegistry("etcds://a:1", access=access)
+                EtcdRegistry("etcds://a:1", own=own, trusted=trusted)
 
 
 class TestOthers:

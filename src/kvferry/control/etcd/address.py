@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 
-from kvferry.control.credentials import client_context
+from kvferry.control.credentials import client_context, load_own
 from kvferry.errors import SettingsError
 from kvferry.secret_files import private_text
 from kvferry.settings import OwnSettings
@@ -66,6 +66,27 @@ class EtcdSettings(OwnSettings):
         """The password itself: not for messages or logs."""
         return None if self.etcd_password is None else self.etcd_password.get_secret_value()
 
+    @property
+    def own_certificate(self) -> tuple[Path, Path] | None:
+        """The certificate that is shown to members, and its key; None without."""
+        return (
+            None if self.etcd_certificate is None or self.etcd_key is None else (self.etcd_certificate, self.etcd_key)
+        )
+
+    def check_certificates(self, trusted: Path | None) -> None:
+        """Checks that the certificates can be used.
+
+        Args:
+            trusted: those that may vouch for members; None trusts those that requests trusts.
+
+        Raises:
+            SettingsError: if one cannot.
+        """
+        client_context(trusted)
+        if self.own_certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            load_own(context, *self.own_certificate, "the certificate", "KVFERRY_ETCD_")
+
 
 @dataclass(frozen=True, slots=True)
 class EtcdUrl:
@@ -111,54 +132,6 @@ class EtcdUrl:
             prefix=(slash + path).rstrip("/") or DEFAULT_PREFIX,
             has_tls=scheme.lower() == "etcds",
         )
-
-
-@dataclass(frozen=True, slots=True)
-class EtcdAccess:
-    """How a cluster lets us in.
-
-    Attributes:
-        user: at an etcd with authentication.
-        password: the user's.
-        trusted_certificates: PEM file of the certificates that may vouch for members; None trusts those that requests
-            trusts.
-        certificate: PEM file of our own, for members that ask for one.
-        key: PEM file of its private key.
-    """
-
-    user: str | None = None
-    password: str | None = field(default=None, repr=False)
-    trusted_certificates: Path | None = None
-    certificate: Path | None = None
-    key: Path | None = None
-
-    def check(self, *, has_tls: bool) -> None:
-        """Checks that the certificates can be used.
-
-        Args:
-            has_tls: whether the members speak TLS; without it none is used.
-
-        Raises:
-            SettingsError: if one cannot.
-        """
-        if has_tls:
-            client_context(self.trusted_certificates)
-            self._check_own()
-
-    def _check_own(self) -> None:
-        if self.certificate is None or self.key is None:
-            return
-        try:
-            # Without a password of ours OpenSSL would ask for one on the terminal, and wait.
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
-        except (OSError, ValueError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-            raise SettingsError(
-                f"the certificate {self.certificate} (KVFERRY_ETCD_CERTIFICATE) and its key {self.key} "
-                f"(KVFERRY_ETCD_KEY) cannot be used: {reason}. Both must be PEM files, the key unencrypted and the "
-                "certificate's own"
-            ) from error
 
 
 def _member(text: str) -> str | None:

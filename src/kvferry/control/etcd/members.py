@@ -14,12 +14,13 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
 
-from kvferry.control.etcd.address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd.address import EtcdSettings, EtcdUrl
 from kvferry.control.etcd.messages import Token, converted
 from kvferry.control.owning_process import OwningProcess
 from kvferry.errors import (
@@ -76,7 +77,8 @@ class EtcdMembers:
 
     Args:
         address: where they are.
-        access: how they let us in.
+        own: how they let us in.
+        trusted: PEM file of the certificates that may vouch for members; None trusts those that requests trusts.
 
     Raises:
         SettingsError: if etcd3gw is not installed, or a certificate cannot be used.
@@ -85,7 +87,7 @@ class EtcdMembers:
         token: with which requests are allowed; None where none is needed.
     """
 
-    def __init__(self, address: EtcdUrl, access: EtcdAccess) -> None:
+    def __init__(self, address: EtcdUrl, own: EtcdSettings, trusted: Path | None) -> None:
         if importlib.util.find_spec("etcd3gw") is None:
             raise SettingsError(
                 f"the registry's url is {address.url}, and etcd3gw, through which kvferry asks an etcd, is not "
@@ -93,8 +95,10 @@ class EtcdMembers:
             )
         self._process = OwningProcess()
         self._address = address
-        self._access = access
-        access.check(has_tls=address.has_tls)
+        self._own = own
+        self._trusted = trusted
+        if address.has_tls:
+            own.check_certificates(trusted)
         self._lock = threading.Lock()
         self._session: Session | None = None
         self._clients: tuple[Etcd3Client, ...] = ()
@@ -220,7 +224,7 @@ class EtcdMembers:
                 # Imported at the first request, as httpx is for the other registry.
                 from etcd3gw import Etcd3Client
 
-                self._session = _session(self._access)
+                self._session = _session(self._own, self._trusted)
                 self._clients = tuple(
                     Etcd3Client(
                         host=urlsplit(f"//{member}").hostname or "",
@@ -245,11 +249,11 @@ class EtcdMembers:
             raise _AwayError(str(error)) from error
 
     def _authorization(self, client: Etcd3Client) -> dict[str, str]:
-        if self._access.user is None:
+        if self._own.etcd_user is None:
             return {}
         token = self.token
         if token is None:
-            body = {"name": self._access.user, "password": self._access.password}
+            body = {"name": self._own.etcd_user, "password": self._own.password}
             token = self.token = self._post(client, "auth/authenticate", body, Token, {}).token
         return {"authorization": token}
 
@@ -278,7 +282,7 @@ class EtcdMembers:
             refusal = _REFUSAL.decode(text.encode())
         except (msgspec.MsgspecError, UnicodeEncodeError):
             return self._no_etcd(text)
-        why, user, url = quoted(Exception(refusal.message or refusal.error)), self._access.user, self._address.url
+        why, user, url = quoted(Exception(refusal.message or refusal.error)), self._own.etcd_user, self._address.url
         if refusal.code in (_UNAVAILABLE, _DEADLINE):
             return _AwayError(why)
         if refusal.code == _UNAUTHENTICATED or "auth store is old" in why:
@@ -317,7 +321,7 @@ class EtcdMembers:
         return RegistryUnreachableError(f"the registry at {self._address.url} cannot be reached ({members}): {remedy}")
 
 
-def _session(access: EtcdAccess) -> Session:
+def _session(own: EtcdSettings, trusted: Path | None) -> Session:
     """Makes the connections: past all proxies, and with an end to every answer."""
     import requests
     from requests.adapters import HTTPAdapter
@@ -353,9 +357,8 @@ def _session(access: EtcdAccess) -> Session:
     session.trust_env = False
     session.max_redirects = 0
     session.headers["accept-encoding"] = "identity"
-    session.verify = str(access.trusted_certificates) if access.trusted_certificates is not None else True
-    if access.certificate is not None and access.key is not None:
-        session.cert = (str(access.certificate), str(access.key))
+    session.verify = True if trusted is None else str(trusted)
+    session.cert = own.own_certificate and tuple(map(str, own.own_certificate))
     adapter = BoundedAdapter()
     for scheme in ("http://", "https://"):
         session.mount(scheme, adapter)

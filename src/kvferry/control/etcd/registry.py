@@ -32,13 +32,14 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from urllib.parse import quote, unquote
 
 import msgspec
 
-from kvferry.control.etcd.address import EtcdAccess, EtcdUrl
+from kvferry.control.etcd.address import EtcdSettings, EtcdUrl
 from kvferry.control.etcd.members import EtcdLeaseNotFoundError, EtcdMembers
 from kvferry.control.etcd.messages import (
     Done,
@@ -144,7 +145,8 @@ class EtcdRegistry(Registry):
         url: the members and what all keys begin with, such as "etcd://a:2379,b:2379,c:2379/kvferry"; etcds for TLS.
         lease_s: how long a registration lasts without being renewed; rounded up to whole seconds, and etcd may take
             longer.
-        access: how the cluster lets us in.
+        own: how the cluster lets us in.
+        trusted: PEM file of the certificates that may vouch for its members; None trusts those that requests trusts.
 
     Raises:
         SettingsError: if the url is no address of a cluster, etcd3gw is not installed, or a certificate cannot be used.
@@ -154,12 +156,14 @@ class EtcdRegistry(Registry):
         root: what all keys begin with.
     """
 
-    def __init__(self, url: str, lease_s: float = 10.0, *, access: EtcdAccess | None = None) -> None:
-        access = access or EtcdAccess()
+    def __init__(
+        self, url: str, lease_s: float = 10.0, *, own: EtcdSettings | None = None, trusted: Path | None = None
+    ) -> None:
+        own = own or EtcdSettings.model_construct()
         address = EtcdUrl.parsed(url)
         self._url = address.url
         self._lease_s = max(1, math.ceil(lease_s))
-        self.members = EtcdMembers(address, access)
+        self.members = EtcdMembers(address, own, trusted)
         self.root = f"{address.prefix}/v{API_VERSION}/"
         self._lock = threading.Lock()
         self._written: dict[str, RankRegistration] = {}  # by the keys of ranks that this process has registered
@@ -168,7 +172,7 @@ class EtcdRegistry(Registry):
         self._watchers: list[OnChange] = []
         self._watching: threading.Thread | None = None
         self._closing = threading.Event()
-        if not address.has_tls and access.user is not None and not all(map(is_loopback, hosts_of(url))):
+        if not address.has_tls and own.etcd_user is not None and not all(map(is_loopback, hosts_of(url))):
             log.warning(
                 "the registry at %s is asked without TLS: whoever listens on that network learns the password; "
                 "see docs/security.md",
