@@ -179,7 +179,7 @@ def measure(options: list[BenchOptions], turns: int) -> dict[str, list[Turn]]:
     """Turns in new processes, by path."""
     found: dict[str, list[Turn]] = {path: [] for path in PATHS}
     makers = {"prefill": prefill_rank, "decode": decode_rank}
-    prefill, decode = (LocalTeam.started(name, options, makers) for name in makers)
+    prefill, decode = (LocalTeam(name, options, makers) for name in makers)
     with prefill, decode:
         place = Place("both", None, shares_clock=True)
         measurement = Measurement(options, 0, Teams(prefill, decode), place, lambda _: None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -215,34 +217,23 @@ class Crashed(_Message, frozen=True):
 Answer: TypeAlias = Done | Started | Failed | Sent | Received | Found | Listening | BulkTimes | Copied | Crashed
 
 
-_COMMANDS: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-_ANSWERS: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 _Kind = TypeVar("_Kind")
 
 
-def decode_command(data: bytes) -> Command:
-    """A command.
+def _decode(decoder: msgspec.msgpack.Decoder[_Kind], data: bytes) -> _Kind:
+    """Returns a message.
 
     Raises:
         MessageError: if the bytes are none.
     """
-    return _decode(data, _COMMANDS)
-
-
-def decode_answer(data: bytes) -> Answer:
-    """An answer.
-
-    Raises:
-        MessageError: if the bytes are none.
-    """
-    return _decode(data, _ANSWERS)
-
-
-def _decode(data: bytes, decoder: msgspec.msgpack.Decoder[_Kind]) -> _Kind:
     try:
         return decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise MessageError(f"this is nothing that ranks of kvferry bench say to each other: {error}") from error
+
+
+decode_command: Callable[[bytes], Command] = partial(_decode, msgspec.msgpack.Decoder(Command))
+decode_answer: Callable[[bytes], Answer] = partial(_decode, msgspec.msgpack.Decoder(Answer))
 
 
 def encode(message: Command | Answer) -> bytes:

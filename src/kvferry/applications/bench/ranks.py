@@ -126,6 +126,19 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
         self.endpoints.clear()
         self.transfers.clear()
 
+    def answer(self, command: commands.Command) -> commands.Answer:
+        """Does what both sides do alike."""
+        match command:
+            case commands.Prepare(case):
+                self._prepare(case)
+            case commands.Open():
+                self._open(command)
+            case commands.Start():
+                return self._start(command)
+            case _:
+                raise TypeError(f"a {self.side_name} rank does not know {command}")
+        return commands.Done()
+
     def _prepare(self, case: int) -> None:
         """Begins a case, with its pool poisoned."""
         self.close()
@@ -138,7 +151,21 @@ class _SideRank(ABC, Generic[EndpointT, TransferT]):
             self._storage = allocate(size, self._options.device)
         self._pool = Pool(self._options, side, self._coordinates, self._storage)
 
-    def _open_first(self, command: commands.Open) -> None:
+    def _start(self, command: commands.Start) -> commands.Started:
+        """Makes an endpoint for every variant that can have one."""
+        self._run, registry_url, refused = command.run, command.registry_url, dict[str, str]()
+        for name in command.variants:
+            try:
+                self.endpoints[name], registry_url = self._endpoint(name, registry_url)
+            except KVFerryError as error:
+                refused[name] = _refusal(error)
+        return commands.Started(registry_url or "", refused)
+
+    @abstractmethod
+    def _endpoint(self, variant: str, registry_url: str | None) -> tuple[EndpointT, str]:
+        """Makes the endpoint of a variant, and says where its registry answers: without one it runs one."""
+
+    def _open(self, command: commands.Open) -> None:
         """Opens as many rooms as there are requests with memory of their own."""
         self._opened, self.transfers = command, []
         for _ in range(self._options.requests):
@@ -173,15 +200,6 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
 
     def answer(self, command: commands.Command) -> commands.Answer:
         match command:
-            case commands.Prepare(case):
-                self._prepare(case)
-                pattern.write(self._pool, self._options, threads=self._threads)
-                self._chunks = [self._chunks_of(request) for request in range(self._options.requests)]
-                return commands.Done()
-            case commands.Start():
-                return self._start(command)
-            case commands.Open():
-                return self._open(command)
             case commands.Transfer(timeout_s):
                 return self._send(timeout_s)
             case commands.Aim(targets):
@@ -189,34 +207,30 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
                 return commands.Done()
             case commands.Bulk(is_in_blocks, timeout_s):
                 return self._bulk.write(is_in_blocks, timeout_s)
-        raise TypeError(f"a prefill rank does not know {command}")
+        return super().answer(command)
 
-    def _start(self, command: commands.Start) -> commands.Started:
-        registry_url, refused = command.registry_url, dict[str, str]()
-        for name in command.variants:
-            try:
-                endpoint = PrefillEndpoint(
-                    self._pool.layout,
-                    engine=engine_name(command.run, name),
-                    coordinates=self._coordinates,
-                    settings=_settings(self._options, registry_url, variant_of(name)),
-                    host_registry=registry_url is None,
-                )
-            except KVFerryError as error:
-                refused[name] = _refusal(error)
-                continue
-            self.endpoints[name] = self._resources.enter_context(endpoint)
-            registry_url = endpoint.registry_url
-        return commands.Started(registry_url or "", refused)
+    def _prepare(self, case: int) -> None:
+        super()._prepare(case)
+        pattern.write(self._pool, self._options, threads=self._threads)
+        self._chunks = [self._chunks_of(request) for request in range(self._options.requests)]
 
-    def _open(self, command: commands.Open) -> commands.Done:
-        self._open_first(command)
+    def _endpoint(self, variant: str, registry_url: str | None) -> tuple[PrefillEndpoint, str]:
+        endpoint = PrefillEndpoint(
+            self._pool.layout,
+            engine=engine_name(self._run, variant),
+            coordinates=self._coordinates,
+            settings=_settings(self._options, registry_url, variant_of(variant)),
+            host_registry=registry_url is None,
+        )
+        return self._resources.enter_context(endpoint), endpoint.registry_url
+
+    def _open(self, command: commands.Open) -> None:
+        super()._open(command)
         deadline = time.monotonic() + command.timeout_s
         while any(sender.state is TransferState.BOOTSTRAPPING for sender in self.transfers):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the decode ranks did not open all rooms within {command.timeout_s:g} s")
             time.sleep(_POLL_S)
-        return commands.Done()
 
     def _open_room(self, endpoint: PrefillEndpoint, number: int, room: int) -> Sender:
         return endpoint.open(room)
@@ -308,13 +322,6 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
 
     def answer(self, command: commands.Command) -> commands.Answer:
         match command:
-            case commands.Prepare(case):
-                self._prepare(case)
-                return commands.Done()
-            case commands.Start():
-                return self._start(command)
-            case commands.Open():
-                return self._open(command)
             case commands.Transfer(timeout_s):
                 return self._receive(timeout_s)
             case commands.Check():
@@ -327,29 +334,23 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
                 return commands.Listening(self._bulk_transport().metadata())
             case commands.CopyMemory(num_bytes):
                 return commands.Copied(self._pool.storage.copy_seconds(num_bytes))
-        raise TypeError(f"a decode rank does not know {command}")
+        return super().answer(command)
 
-    def _start(self, command: commands.Start) -> commands.Started:
-        assert command.registry_url is not None
-        self._run, refused = command.run, dict[str, str]()
-        for name in command.variants:
-            try:
-                endpoint = DecodeEndpoint(
-                    self._pool.layout,
-                    engine="bench-decode",
-                    coordinates=self._coordinates,
-                    settings=_settings(self._options, command.registry_url, variant_of(name)),
-                )
-                self.endpoints[name] = self._resources.enter_context(endpoint)
-                endpoint.connect(engine_name(self._run, name))
-            except KVFerryError as error:
-                refused[name] = _refusal(error)
-        return commands.Started(command.registry_url, refused)
+    def _endpoint(self, variant: str, registry_url: str | None) -> tuple[DecodeEndpoint, str]:
+        assert registry_url is not None
+        endpoint = DecodeEndpoint(
+            self._pool.layout,
+            engine="bench-decode",
+            coordinates=self._coordinates,
+            settings=_settings(self._options, registry_url, variant_of(variant)),
+        )
+        self._resources.enter_context(endpoint)
+        endpoint.connect(engine_name(self._run, variant))
+        return endpoint, registry_url
 
-    def _open(self, command: commands.Open) -> commands.Done:
+    def _open(self, command: commands.Open) -> None:
         self._pool.poison()
-        self._open_first(command)
-        return commands.Done()
+        super()._open(command)
 
     def _open_room(self, endpoint: DecodeEndpoint, number: int, room: int) -> Receiver:
         pages = {name: taken.pages for name, taken in self._pool.requests[number % self._options.requests].items()}

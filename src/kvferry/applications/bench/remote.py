@@ -281,7 +281,7 @@ def follow(
             on_progress("waiting for the decode side")
             _wait_for_leader(listener, options, settings, lease, registry_url)
         on_progress("the decode side leads")
-        with LocalTeam.started("prefill", planned) as team:
+        with LocalTeam("prefill", planned) as team:
             return _serve(listener, team, settings.peer_timeout_s)
 
 

@@ -112,7 +112,7 @@ def measure(
 
     if place.role == "both":
         on_progress("starting")
-        with LocalTeam.started("prefill", planned) as prefill, LocalTeam.started("decode", planned) as decode:
+        with LocalTeam("prefill", planned) as prefill, LocalTeam("decode", planned) as decode:
             measure_all(Teams(prefill, decode))
         return cases
     assert place.registry_url is not None
@@ -121,7 +121,7 @@ def measure(
     # The decode side's processes come last and go first, so that they miss nobody.
     with (
         find_prefill_side(place.registry_url, said, Settings(), size=size) as prefill_there,
-        LocalTeam.started("decode", planned) as decode,
+        LocalTeam("decode", planned) as decode,
     ):
         prefill_there.is_exact = measure_all(Teams(prefill_there, decode))
     return cases

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import zmq
@@ -93,23 +92,18 @@ class _Child:
 class LocalTeam:
     """Ranks in processes of this one, which end with the context, whatever happened."""
 
-    def __init__(self, name: str, size: int) -> None:
-        self.name = name
-        self.size = size
-        self._children: list[_Child] = []
-
-    @staticmethod
-    def started(
-        name: str, planned: Sequence[BenchOptions], makers: Mapping[str, ranks.RankMaker] = ranks.RANKS
-    ) -> LocalTeam:
-        """The ranks of the side of that name, for all cases, which divide it alike.
+    def __init__(
+        self, name: str, planned: Sequence[BenchOptions], makers: Mapping[str, ranks.RankMaker] = ranks.RANKS
+    ) -> None:
+        """Starts the ranks of the side of that name, for all cases, which divide it alike.
 
         Args:
             makers: what their processes run, by the name of the side.
         """
-        side = planned[0].side(name)
-        team = LocalTeam(name, side.tp_size)
-        context = _context()
+        self.name = name
+        side, context = planned[0].side(name), _context()
+        self.size = side.tp_size
+        self._children: list[_Child] = []
         try:
             for coordinates in side.coordinates:
                 ours, theirs = context.Pipe()
@@ -117,11 +111,10 @@ class LocalTeam:
                 process = context.Process(target=ranks.serve, args=given, daemon=True)
                 process.start()
                 theirs.close()
-                team._children.append(_Child(process, ours))
+                self._children.append(_Child(process, ours))
         except BaseException:
-            team._end()
+            self._end()
             raise
-        return team
 
     def tell(self, rank: int, command: bytes) -> None:
         with suppress(OSError):  # if it died, its silence says so
@@ -153,9 +146,7 @@ class LocalTeam:
     def __enter__(self) -> LocalTeam:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             for rank in range(self.size):
                 self.tell(rank, commands.encode(commands.Leave()))
