@@ -132,8 +132,8 @@ def demo(arguments: DemoArguments, json: Json = False) -> None:
     options = prepare(arguments)
     from kvferry.applications.demo import report, run, verdict  # neither torch nor transformers, if that refuses
 
-    with report.progress_view(options, Console(stderr=True)) as view:
-        outcome = run.run(options, view.on_report)
+    with report.progress_view(options, Console(stderr=True)) as on_report:
+        outcome = run.run(options, on_report)
     judged = verdict.judge(options, outcome)
     if json:
         typer.echo(report.as_json(options, judged))

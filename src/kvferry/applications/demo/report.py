@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,15 +18,18 @@ from kvferry.applications.demo.run import RankName
 from kvferry.applications.demo.verdict import Verdict
 
 
-class ProgressView:
-    """Four bars: processes that are up, requests sent, received and decoded, counted over all ranks."""
+@contextmanager
+def progress_view(options: DemoOptions, console: Console) -> Iterator[Callable[[RankName, Report], None]]:
+    """Shows progress on a console for as long as the context lasts; yields what takes every report as it comes.
 
-    def __init__(self, options: DemoOptions, progress: Progress) -> None:
-        requests = len(options.requests)
-        prefill_ranks, decode_ranks = len(options.prefill.coordinates), len(options.decode.coordinates)
-        processes = prefill_ranks * options.prefill.count + decode_ranks * options.decode.count
-        self._progress = progress
-        self._bars = {
+    A bar each counts processes that are up, and requests sent, received and decoded, over all ranks.
+    """
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    requests = len(options.requests)
+    prefill_ranks, decode_ranks = len(options.prefill.coordinates), len(options.decode.coordinates)
+    processes = prefill_ranks * options.prefill.count + decode_ranks * options.decode.count
+    with Progress(*columns, console=console) as progress:
+        bars = {
             Ready: progress.add_task("ranks ready", total=processes),
             Sent: progress.add_task("shards sent", total=requests * prefill_ranks),
             Received: progress.add_task("shards received", total=requests * decode_ranks),
@@ -34,18 +37,11 @@ class ProgressView:
             Undivided: progress.add_task("answers of the undivided model", total=requests),
         }
 
-    def on_report(self, name: RankName, report: Report) -> None:
-        """Moves the bar that a report belongs to."""
-        if type(report) in self._bars:
-            self._progress.advance(self._bars[type(report)])
+        def take(_: RankName, report: Report) -> None:
+            if type(report) in bars:
+                progress.advance(bars[type(report)])
 
-
-@contextmanager
-def progress_view(options: DemoOptions, console: Console) -> Iterator[ProgressView]:
-    """Shows progress on a console for as long as the context lasts."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        yield ProgressView(options, progress)
+        yield take
 
 
 def as_json(options: DemoOptions, verdict: Verdict) -> str:
