@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from typing import TypeAlias
 
 import httpx
 import msgspec
@@ -26,19 +26,7 @@ _ANSWER_S = 5.0
 _MOST_ANSWER_BYTES = 64 * 1024 * 1024
 
 
-class _Target(ABC):
-    """Something that drains."""
-
-    @abstractmethod
-    def begin(self) -> str:
-        """Tells it to drain. Returns what that means, in a sentence."""
-
-    @abstractmethod
-    def open(self) -> list[str]:
-        """Returns what is open still, a sentence each; nothing if it has drained, or left."""
-
-
-class _Engine(_Target):
+class _Engine:
     """A prefill engine, at the registry."""
 
     def __init__(self, registry: Registry, name: str) -> None:
@@ -48,10 +36,12 @@ class _Engine(_Target):
         self._drained: set[str] = set()
 
     def begin(self) -> str:
+        """Tells it to drain. Returns what that means, in a sentence."""
         self._told = frozenset(self._registry.drain(self._name))
         return f"engine {self._name!r} drains: {len(self._told)} ranks hear of it when they renew their registration"
 
     def open(self) -> list[str]:
+        """Returns what is open still, a sentence each; nothing if it has drained, or left."""
         try:
             view = self._registry.engine(self._name)
         except RegistryError as problem:
@@ -84,7 +74,7 @@ class _Seen(msgspec.Struct, frozen=True):
 _SEEN = msgspec.json.Decoder(_Seen)
 
 
-class _Endpoint(_Target):
+class _Endpoint:
     """An endpoint of either side, at its observe server."""
 
     def __init__(self, client: httpx.Client, address: str, token: str | None) -> None:
@@ -131,6 +121,9 @@ class _Endpoint(_Target):
             pass
         said = answer.body[:300].decode(errors="replace")
         raise ObserveError(f"{self._address} does not drain, and answers with status {answer.status}: {said}")
+
+
+_Target: TypeAlias = _Engine | _Endpoint
 
 
 def run(given: Sequence[str], *, timeout_s: float, say: Callable[[str], None]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import typer
+from msgspec import structs
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -70,7 +71,8 @@ def run(
         table.add_row(_SHOWN[finding.severity], finding.about, _words(finding))
     worst = max((finding.severity for finding in findings), default=Severity.GOOD)
     if wants_json:
-        said = {"worst": worst.name.lower(), "findings": [_plain(finding) for finding in findings]}
+        plain = [{**structs.asdict(each), "severity": each.severity.name.lower()} for each in findings]
+        said = {"worst": worst.name.lower(), "findings": plain}
         typer.echo(msgspec.json.encode(said).decode())
         return worst
     console.print(table)
@@ -94,16 +96,6 @@ def _missing(findings: Sequence[Finding]) -> Iterator[str]:
     for about in dict.fromkeys(finding.about for finding in findings if finding.lines):
         yield f"\n# missing: {about}"
         yield from dict.fromkeys(line for finding in findings if finding.about == about for line in finding.lines)
-
-
-def _plain(finding: Finding) -> dict[str, str | tuple[str, ...]]:
-    return {
-        "severity": finding.severity.name.lower(),
-        "about": finding.about,
-        "what": finding.what,
-        "remedy": finding.remedy,
-        "lines": finding.lines,
-    }
 
 
 def _words(finding: Finding) -> Text:

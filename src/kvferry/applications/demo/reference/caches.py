@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvferry.applications.demo.reference.configuration import checkpoint_configuration, seeded_configuration
 from kvferry.applications.demo.reference.specification import ModelSpec
@@ -35,22 +35,6 @@ def array_shape(component: Component, num_entries: int) -> tuple[int, ...]:
     return (first.size, num_entries, *(axis.size for axis in rest))
 
 
-class LayerForm(Protocol):
-    """How transformers keeps the cache of a layer of one kind. Arrays of a layer are [entry, ...], by component."""
-
-    def check(self, layer: Any) -> str | None:
-        """What is wrong with a layer of transformers' cache that holds one token; None if it is as expected."""
-        ...
-
-    def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
-        """The last `count` tokens, and state if it is final."""
-        ...
-
-    def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
-        """Fills an empty layer as if transformers had run `num_tokens` tokens. Copies the arrays."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionForm:
     """Keys and values for each head: tensors [1, heads, tokens, dim], of arrays [token, head, dim]."""
@@ -59,6 +43,7 @@ class AttentionForm:
     values: Component
 
     def check(self, layer: Any) -> str | None:
+        """What is wrong with a layer of transformers' cache that holds one token; None if it is as expected."""
         from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
         window = self.keys.window_tokens
@@ -71,10 +56,12 @@ class AttentionForm:
         return _difference("keys and values", [layer.keys, layer.values], expected)
 
     def capture(self, layer: Any, count: int, *, is_final: bool) -> dict[str, torch.Tensor]:
+        """The last `count` tokens, and state if it is final."""
         keys, values = (tensor[0, :, -count:].transpose(0, 1) for tensor in (layer.keys, layer.values))
         return {self.keys.name: keys, self.values.name: values}
 
     def restore(self, layer: Any, arrays: Mapping[str, torch.Tensor], num_tokens: int) -> None:
+        """Fills an empty layer as if transformers had run `num_tokens` tokens. Copies the arrays."""
         names = self.keys.name, self.values.name
         layer.update(*(arrays[name].transpose(0, 1)[None].contiguous() for name in names))
         if self.keys.window_tokens is not None:
@@ -145,6 +132,10 @@ class RecurrentForm:
 
     def _counts(self) -> list[int]:
         return [prod(axis.size for axis in component.axes[1:-1]) for component in self.channels]
+
+
+LayerForm: TypeAlias = AttentionForm | LatentForm | RecurrentForm
+"""How transformers keeps the cache of a layer of one kind. Arrays of a layer are [entry, ...], by component."""
 
 
 def _difference(what: str, tensors: Sequence[torch.Tensor], expected: Sequence[tuple[int, ...]]) -> str | None:

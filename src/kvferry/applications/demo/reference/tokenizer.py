@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from kvferry.errors import ConfigurationError, ModelError
 
@@ -18,27 +18,16 @@ NUM_BYTE_TOKENS = 260
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-class Tokenizer(Protocol):
-    """Turns text into token ids and back."""
-
-    def tokenize(self, text: str) -> list[int]:
-        """The ids of `text`, special tokens that the model expects around it included."""
-        ...
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """The text of `token_ids`, without special tokens."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class ByteTokenizer:
     """The UTF-8 bytes of the text as ids, after one start token."""
 
     def tokenize(self, text: str) -> list[int]:
+        """The ids of the text."""
         return [START_TOKEN, *text.encode("utf-8")]
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
-        """As the protocol says; bytes that are no UTF-8, of which random models write many, become U+FFFD."""
+        """The text of ids without special ones; bytes that are no UTF-8, as random models write, become U+FFFD."""
         return bytes(token for token in token_ids if token < START_TOKEN).decode("utf-8", errors="replace")
 
 
@@ -75,7 +64,7 @@ class CheckpointTokenizer:
             ) from error
 
     def tokenize(self, text: str) -> list[int]:
-        """As the protocol says.
+        """The ids of a text, special tokens that the model expects around it included.
 
         Raises:
             ModelError: if nothing is left of the text, which shows a tokenizer that is not the model's.
@@ -86,7 +75,12 @@ class CheckpointTokenizer:
         return token_ids
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of ids, without special tokens."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+Tokenizer: TypeAlias = ByteTokenizer | CheckpointTokenizer
+"""Turns text into token ids and back."""
 
 
 def load_tokenizer(model_directory: Path | None) -> Tokenizer:
