@@ -35,9 +35,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A rank has its model and memory. `registry_url` comes from the one that runs the registry."""
-
-    registry_url: str | None = None
+    """A rank has its model and memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +121,9 @@ def undivided_main(reports: Connection, options: DemoOptions) -> None:
     reports.send(Ended())
 
 
-def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates) -> None:
+def prefill_main(
+    reports: Connection, options: DemoOptions, registry_url: str, engine: int, coordinates: RankCoordinates
+) -> None:
     """Prefills this engine's requests and sends this rank's shard of their caches, chunk by chunk.
 
     Every rank runs the whole forward pass, since splitting the computation is not what is shown here; of the cache it
@@ -132,24 +132,10 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
     model = load_model(options.model)
     seed = f"{options.seed} prefill {engine} {coordinates.engine_rank}"
     pool = rank_pool(options, options.prefill, coordinates, poison=PREFILL_POISON, seed=seed)
-    runs_registry = engine == 0 and coordinates.engine_rank == 0
-    registry_url: str | None = None
-    if not runs_registry:
-        reports.send(Ready())
-        registry_url = reports.recv()
-    settings = Settings(
-        registry_url=registry_url, registry_port=0, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport
-    )
-    with PrefillEndpoint(
-        pool.layout,
-        engine=engine_name(engine),
-        coordinates=coordinates,
-        settings=settings,
-        host_registry=runs_registry,
-    ) as endpoint:
-        if runs_registry:
-            reports.send(Ready(endpoint.registry_url))
-            reports.recv()
+    reports.send(Ready())
+    settings = Settings(registry_url=registry_url, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
+    name = engine_name(engine)
+    with PrefillEndpoint(pool.layout, engine=name, coordinates=coordinates, settings=settings) as endpoint:
         reports.send(Described(pool.layout))
         reports.recv()
         mine = [request for request in options.requests if request.prefill_engine == engine]
@@ -167,7 +153,7 @@ def prefill_main(reports: Connection, options: DemoOptions, engine: int, coordin
             sender.wait(_TIMEOUT_S)
             reports.send(Sent(request.room, placed_of[request.room], sender.stats))
         reports.send(Ended(pool.touched_bytes(pool.untaken(), PREFILL_POISON), pool))
-        reports.recv()  # the registry and the peer channel stay until everybody is through
+        reports.recv()  # the peer channel stays until everybody is through
 
 
 def pages_of_chunk(
@@ -197,7 +183,12 @@ def _first_page(group: PageGroup, num_tokens: int) -> int:
 
 
 def decode_main(
-    reports: Connection, options: DemoOptions, engine: int, coordinates: RankCoordinates, shards: ShardQueue
+    reports: Connection,
+    options: DemoOptions,
+    registry_url: str,
+    engine: int,
+    coordinates: RankCoordinates,
+    shards: ShardQueue,
 ) -> None:
     """Receives this rank's shard of this engine's requests; the first rank puts the shards together and decodes."""
     is_first = coordinates.engine_rank == 0
@@ -205,7 +196,7 @@ def decode_main(
     seed = f"{options.seed} decode {engine} {coordinates.engine_rank}"
     pool = rank_pool(options, options.decode, coordinates, poison=DECODE_POISON, seed=seed)
     reports.send(Ready())
-    settings = Settings(registry_url=reports.recv(), bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
+    settings = Settings(registry_url=registry_url, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
     with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
         mine = [request for request in options.requests if request.decode_engine == engine]
         for prefill_engine in {request.prefill_engine for request in mine}:

@@ -13,9 +13,11 @@ from typing import Any
 
 from kvferry.applications.demo import ranks
 from kvferry.applications.demo.options import DemoOptions
+from kvferry.control.construction import create_registry
 from kvferry.errors import KVFerryError
 from kvferry.layout import RankCoordinates
 from kvferry.pools.pool import Pool
+from kvferry.settings import Settings
 
 _DEADLINE_S = 180.0
 _PRELOADED = ["kvferry.applications.demo.reference.preload", "kvferry.applications.demo.ranks"]
@@ -81,23 +83,24 @@ def run(options: DemoOptions, on_report: Callable[[RankName, Any], None]) -> Out
     # A fork server imports torch and transformers once and forks every rank from there, before any thread exists.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    children = _start(context, options)
-    try:
-        return _collect(children, on_report)
-    finally:
-        for child in children:
-            with suppress(OSError):
-                child.reports.send(None)  # lets those go that wait for the end
-        deadline = time.monotonic() + 5
-        for child in children:
-            child.process.join(max(0.1, deadline - time.monotonic()))
-            if child.process.is_alive():
-                child.process.kill()
-                child.process.join()
-            child.reports.close()
+    with create_registry(Settings(registry_port=0)) as registry:
+        children = _start(context, options, registry.url)
+        try:
+            return _collect(children, on_report)
+        finally:
+            for child in children:
+                with suppress(OSError):
+                    child.reports.send(None)  # lets those go that wait for the end
+            deadline = time.monotonic() + 5
+            for child in children:
+                child.process.join(max(0.1, deadline - time.monotonic()))
+                if child.process.is_alive():
+                    child.process.kill()
+                    child.process.join()
+                child.reports.close()
 
 
-def _start(context: multiprocessing.context.ForkServerContext, options: DemoOptions) -> list[_Child]:
+def _start(context: multiprocessing.context.ForkServerContext, options: DemoOptions, registry_url: str) -> list[_Child]:
     children = []
 
     def spawn(name: RankName, main: Callable[..., None], *arguments: Any) -> None:
@@ -111,11 +114,11 @@ def _start(context: multiprocessing.context.ForkServerContext, options: DemoOpti
 
     for engine in range(options.prefill.count):
         for coordinates in options.prefill.coordinates:
-            spawn(RankName("prefill", engine, coordinates), ranks.prefill_main, engine, coordinates)
+            spawn(RankName("prefill", engine, coordinates), ranks.prefill_main, registry_url, engine, coordinates)
     for engine in range(options.decode.count):
         shards = context.Queue()
         for coordinates in options.decode.coordinates:
-            spawn(RankName("decode", engine, coordinates), ranks.decode_main, engine, coordinates, shards)
+            spawn(RankName("decode", engine, coordinates), ranks.decode_main, registry_url, engine, coordinates, shards)
     spawn(RankName("undivided"), ranks.undivided_main)
     return children
 
@@ -131,8 +134,6 @@ def _can_start(children: list[_Child], outcome: Outcome, described: type) -> boo
 def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None]) -> Outcome:
     outcome = Outcome({child.name: [] for child in children})
     deadline = time.monotonic() + _DEADLINE_S
-    ready: list[_Child] = []
-    registry_url: str | None = None
     has_started = False
     while running := [child for child in children if not child.has_ended]:
         readable = multiprocessing.connection.wait([child.reports for child in running], timeout=1.0)
@@ -149,16 +150,9 @@ def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None])
                 raise DemoError(f"{child.name} died with exit code {child.process.exitcode}") from None
             if isinstance(report, ranks.Crashed):
                 raise DemoError(f"{child.name} failed: {report.error}\n{report.details}")
-            if isinstance(report, ranks.Ready):
-                ready.append(child)
-                registry_url = report.registry_url or registry_url
             child.has_ended = isinstance(report, ranks.Ended)
             outcome.reports[child.name].append(report)
             on_report(child.name, report)
-        if registry_url is not None:
-            for child in ready:
-                child.reports.send(registry_url)
-            ready.clear()
         if not has_started and _can_start(children, outcome, ranks.Described):
             has_started = True
             for child in children:
