@@ -112,32 +112,6 @@ class _Held:
     registration: RankRegistration
 
 
-@dataclass(frozen=True, slots=True)
-class _Hold:
-    """That a rank is registered.
-
-    Attributes:
-        lease: what its key is attached to.
-        remaining_s: how long that lasts.
-    """
-
-    lease: int
-    remaining_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    """The time in which an engine's ranks are attached to one lease, as far as this process has seen it.
-
-    Attributes:
-        lease: which one.
-        ends_at: when this process calls the roll.
-    """
-
-    lease: int
-    ends_at: float
-
-
 class EtcdRegistry(Registry):
     """A registry that an etcd cluster keeps. May be used from several threads at once.
 
@@ -167,7 +141,8 @@ class EtcdRegistry(Registry):
         self.root = f"{address.prefix}/v{API_VERSION}/"
         self._lock = threading.Lock()
         self._written: dict[str, RankRegistration] = {}  # by the keys of ranks that this process has registered
-        self._epochs: dict[str, _Epoch] = {}  # by engine
+        # By engine: the lease that its ranks were seen attached to, and when this process calls the roll.
+        self._epochs: dict[str, tuple[int, float]] = {}
         self._told_to_drain: set[str] = set()  # endpoints that were registered here
         self._watchers: list[OnChange] = []
         self._watching: threading.Thread | None = None
@@ -195,8 +170,8 @@ class EtcdRegistry(Registry):
             self._closing.wait(random.uniform(0, min(2**number * 1e-3, _LONGEST_PAUSE_S)))  # noqa: S311
         if hold is None:
             raise self._changes_too_fast(registration.engine)
-        self._call_the_roll_if_due(registration, hold)
-        return hold.remaining_s
+        self._call_the_roll_if_due(registration, hold.id)
+        return hold.ttl
 
     def remove(self, engine: str, engine_rank: int, incarnation: str) -> bool:
         check_engine_name(engine)
@@ -290,8 +265,8 @@ class EtcdRegistry(Registry):
 
     # ---- registering --------------------------------------------------------------------------------------------
 
-    def _renew(self, registration: RankRegistration) -> _Hold | None:
-        """Renews what this process has registered; None if it is not there any more as it was."""
+    def _renew(self, registration: RankRegistration) -> Lease | None:
+        """Renews what this process has registered: what it is attached to; None if it is not there as it was."""
         key, engine_key = self._keys(registration)
         if self._written.get(key) != registration:
             return None
@@ -309,8 +284,8 @@ class EtcdRegistry(Registry):
             return None
         return self._kept_alive(leases[0])
 
-    def _try_to_register(self, registration: RankRegistration) -> _Hold | None:
-        """Registers a rank, as the engine is now; None if it has changed meanwhile."""
+    def _try_to_register(self, registration: RankRegistration) -> Lease | None:
+        """Registers a rank, as the engine is now: what it is attached to; None if the engine changed meanwhile."""
         engine, rank = registration.engine, registration.engine_rank
         key, engine_key = self._keys(registration)
         folder = self.engine_folder(engine)
@@ -343,7 +318,7 @@ class EtcdRegistry(Registry):
         self._written[key] = registration
         return hold
 
-    def _kept_alive(self, lease: int) -> _Hold | None:
+    def _kept_alive(self, lease: int) -> Lease | None:
         """Renews a lease, if no other rank has just now; None if it has run out."""
         now = self.members.ask("lease/timetolive", {"ID": lease}, Lease)
         if now.ttl < 0:
@@ -351,9 +326,9 @@ class EtcdRegistry(Registry):
         # In whole seconds, of which the last has begun.
         if now.ttl > 0 and now.ttl + 1 > now.granted_ttl * _RENEWED_BELOW:
             # A leader that has just been elected counts no lease yet, and says that it lasts for centuries.
-            return _Hold(lease, min(now.ttl, now.granted_ttl))
+            return Lease(lease, min(now.ttl, now.granted_ttl))
         renewed = self.members.ask("lease/keepalive", {"ID": lease}, KeptAlive).result
-        return _Hold(lease, renewed.ttl) if renewed.ttl > 0 else None
+        return Lease(lease, renewed.ttl) if renewed.ttl > 0 else None
 
     def _granted(self, lease_s: int | None = None) -> int:
         return self.members.ask("lease/grant", {"TTL": lease_s or self._lease_s}, Lease).id
@@ -366,15 +341,15 @@ class EtcdRegistry(Registry):
 
     # ---- roll calls ---------------------------------------------------------------------------------------------
 
-    def _call_the_roll_if_due(self, registration: RankRegistration, hold: _Hold) -> None:
+    def _call_the_roll_if_due(self, registration: RankRegistration, lease: int) -> None:
         """Calls the roll if the ranks of an engine have been attached to one lease for long."""
         engine, key = registration.engine, self._keys(registration)[0]
-        now, epoch = time.monotonic(), self._epochs.get(engine)
-        if epoch is None or epoch.lease != hold.lease:
+        now, (known, ends_at) = time.monotonic(), self._epochs.get(engine, (0, 0.0))
+        if known != lease:
             # Not all ranks of the engine at once: one is enough.
             lasts_s = self._lease_s * ROLL_CALL_LEASES * random.uniform(0.75, 1.0)  # noqa: S311
-            self._epochs[engine] = _Epoch(hold.lease, now + lasts_s)
-        elif now >= epoch.ends_at:
+            self._epochs[engine] = lease, now + lasts_s
+        elif now >= ends_at:
             value = msgspec.json.encode(self._written[key])
             try:
                 self._call_the_roll(engine, {key: value})
