@@ -14,6 +14,7 @@ from kvferry.control.process_identity import Sight
 from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import Renewals
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop
@@ -430,7 +431,7 @@ class SimulatedPlatform(Platform):
             _ignore,
             on_drain=on_drain,
             now=self.now,
-            jitter=lambda: self._chance.uniform(0.5, 1.0),
+            renewals=Renewals(jitter=lambda: self._chance.uniform(0.5, 1.0)),
         )
         return self.keeper
 

@@ -16,6 +16,7 @@ import pytest
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.renewals import Renewals
 from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
 
@@ -69,7 +70,7 @@ def test_a_rank_outlives_a_registry_that_is_killed_and_comes_back():
     with (
         registry_process() as (process, url),
         RegistryClient(url) as client,
-        LeaseKeeper(client, registration(), problems.append, longest_retry_s=0.2) as keeper,
+        LeaseKeeper(client, registration(), problems.append, renewals=Renewals(longest_retry_s=0.2)) as keeper,
     ):
         assert keeper.registered.wait(PATIENCE_S)
         process.kill()

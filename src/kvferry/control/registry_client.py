@@ -349,12 +349,9 @@ class LeaseKeeper:
         registration: what to register.
         on_problem: called from the keeper's thread with every new problem: one that has another type or
             message than the problem before, or that comes after a success. It should return soon.
-        shortest_retry_s: the wait after the first failure, in seconds; it doubles with each one that follows.
-        longest_retry_s: where the doubling ends, in seconds. Each wait is shortened at random by up to a
-            half, so that the ranks of an engine do not all return at once.
+        renewals: says how long to wait; with its usual times by default.
         on_drain: called once, from the keeper's thread, when an operator has told the rank to drain.
         now: the time, in seconds of a clock that never goes back.
-        jitter: by what a wait is multiplied; a random number between a half and one by default.
 
     Attributes:
         registered: set while the registry holds the rank's lease, as far as this side knows: from a success
@@ -371,13 +368,11 @@ class LeaseKeeper:
         registration: RankRegistration,
         on_problem: Callable[[Exception], None],
         *,
-        shortest_retry_s: float = 0.1,
-        longest_retry_s: float = 2.0,
+        renewals: Renewals | None = None,
         on_drain: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.monotonic,
-        jitter: Callable[[], float] | None = None,
     ) -> None:
-        self._renewals = Renewals(shortest_retry_s=shortest_retry_s, longest_retry_s=longest_retry_s, jitter=jitter)
+        self._renewals = renewals or Renewals()
         self.registered = threading.Event()
         self.last_error: Exception | None = None
         self.replaced: RankReplacedError | None = None

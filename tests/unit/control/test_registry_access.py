@@ -29,6 +29,7 @@ from kvferry.control.credentials import Credentials, ServerCertificate
 from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import Renewals
 from kvferry.errors import RegistryAccessError, RegistryUnreachableError, SettingsError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
@@ -160,7 +161,9 @@ def test_a_rank_with_another_secret_is_never_registered(server: RegistryServer):
     problems: list[Exception] = []
     with RegistryClient(server.url, token=OTHER) as stranger:
         refused = counted_registrations(stranger)
-        keeper = LeaseKeeper(stranger, RANK, problems.append, shortest_retry_s=0.01, longest_retry_s=0.02)
+        keeper = LeaseKeeper(
+            stranger, RANK, problems.append, renewals=Renewals(shortest_retry_s=0.01, longest_retry_s=0.02)
+        )
         with keeper:
             eventually("it was refused again and again", lambda: refused() >= 3)
             assert not keeper.registered.is_set()

@@ -35,6 +35,7 @@ from kvferry.control.registry_app import registry_app
 from kvferry.control.registry_client import LeaseKeeper, RegistryClient
 from kvferry.control.registry_messages import API_VERSION, LARGEST_BODY_BYTES
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import Renewals
 from kvferry.errors import (
     RegistrationRefusedError,
     RegistryError,
@@ -663,7 +664,7 @@ class TestLeaseKeeper:
         first.start()
         with (
             RegistryClient(first.url) as client,
-            LeaseKeeper(client, rank(0), problems.append, longest_retry_s=0.2) as keeper,
+            LeaseKeeper(client, rank(0), problems.append, renewals=Renewals(longest_retry_s=0.2)) as keeper,
         ):
             assert keeper.registered.wait(PATIENCE_S)
             first.close()
@@ -688,7 +689,9 @@ class TestLeaseKeeper:
                 return grant(registration)
 
             client.grant = counted  # type: ignore[method-assign]
-            with LeaseKeeper(client, rank(0), problems.append, shortest_retry_s=0.02, longest_retry_s=0.1) as keeper:
+            with LeaseKeeper(
+                client, rank(0), problems.append, renewals=Renewals(shortest_retry_s=0.02, longest_retry_s=0.1)
+            ) as keeper:
                 eventually("eight attempts were made", lambda: len(attempts) >= 8)
                 assert not keeper.registered.is_set()
                 with RegistryServer(port=unused_port):
@@ -705,7 +708,7 @@ class TestLeaseKeeper:
         with RegistryServer(port=0, lease_s=0.6) as server, RegistryClient(server.url) as client:
             client.register(rank(1))
             restarted = rank(0, incarnation="second", layout_digest="other")
-            with LeaseKeeper(client, restarted, problems.append, longest_retry_s=0.1) as keeper:
+            with LeaseKeeper(client, restarted, problems.append, renewals=Renewals(longest_retry_s=0.1)) as keeper:
                 assert keeper.registered.wait(PATIENCE_S)
                 assert client.engine("prefill").registrations == (restarted,)
         assert len(problems) == 1
@@ -735,7 +738,7 @@ class TestLeaseKeeper:
 
         with (
             RegistryClient(f"http://127.0.0.1:{unused_port}") as client,
-            LeaseKeeper(client, rank(0), broken, longest_retry_s=0.1) as keeper,
+            LeaseKeeper(client, rank(0), broken, renewals=Renewals(longest_retry_s=0.1)) as keeper,
         ):
             eventually("the handler's error was logged", lambda: "the handler is broken" in caplog.text)
             with RegistryServer(port=unused_port):
@@ -798,13 +801,7 @@ class TestLeaseKeeper:
     @pytest.mark.parametrize("retries", [(0.0, 1.0), (2.0, 1.0), (0.1, float("inf"))])
     def test_impossible_retries_are_refused(self, client: RegistryClient, retries: tuple[float, float]):
         with pytest.raises(SettingsError, match="retry_s"):
-            LeaseKeeper(
-                client,
-                rank(0),
-                lambda problem: None,
-                shortest_retry_s=retries[0],
-                longest_retry_s=retries[1],
-            )
+            Renewals(shortest_retry_s=retries[0], longest_retry_s=retries[1])
 
     def test_many_keepers_share_one_client(self, client: RegistryClient):
         keepers = [LeaseKeeper(client, rank(number, 16), lambda problem: None) for number in range(16)]

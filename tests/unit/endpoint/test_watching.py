@@ -14,6 +14,7 @@ from tests.unit.testing.models import pool
 from kvferry import DecodeEndpoint, EngineView, InProcessNetwork, InProcessTransport, RegistryClient, Settings
 from kvferry.control.registry import Grant, OnChange
 from kvferry.control.registry_client import LeaseKeeper
+from kvferry.control.renewals import Renewals
 from kvferry.errors import RegistryUnreachableError
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.testing.probe import probe
@@ -67,7 +68,9 @@ class TestKeeper:
     @pytest.mark.parametrize("engine", [None, "prefill"])
     def test_a_rank_that_is_not_registered_tries_again_at_once(self, engine: str | None):
         registry = Telling()
-        keeper = LeaseKeeper(registry, rank(0), lambda _: None, shortest_retry_s=NEVER_S, longest_retry_s=NEVER_S)
+        keeper = LeaseKeeper(
+            registry, rank(0), lambda _: None, renewals=Renewals(shortest_retry_s=NEVER_S, longest_retry_s=NEVER_S)
+        )
         with keeper:
             eventually("it waits", lambda: registry.changed)
             registry.is_away = False
@@ -77,7 +80,9 @@ class TestKeeper:
 
     def test_what_is_about_others_or_changes_nothing_wakes_nobody(self):
         registry = Telling()
-        keeper = LeaseKeeper(registry, rank(0), lambda _: None, shortest_retry_s=NEVER_S, longest_retry_s=NEVER_S)
+        keeper = LeaseKeeper(
+            registry, rank(0), lambda _: None, renewals=Renewals(shortest_retry_s=NEVER_S, longest_retry_s=NEVER_S)
+        )
         with keeper:
             eventually("it waits", lambda: registry.changed)
             registry.tell("another")
