@@ -5,22 +5,22 @@ Elements are compared as bytes, so that they are unsigned numbers here, of as ma
 
 from __future__ import annotations
 
-import zlib
 from abc import ABC, abstractmethod
+from functools import lru_cache
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
-from kvferry.layout import Component, Shard
+from kvferry.layout import Axis, Box, Component, Shard
 
 Elements: TypeAlias = NDArray[np.unsignedinteger[Any]]
 """Elements as numbers."""
 
 Positions: TypeAlias = NDArray[np.int64]
 """Of tokens in a request; of pages where pages are packed, and 0 for what a request has once."""
-
-_MOST_TOKENS = 1 << 20
 
 
 class Contents(ABC):
@@ -41,8 +41,9 @@ class Contents(ABC):
 class KnownContents(Contents):
     """Made-up contents, which any rank of any engine can be checked against without asking the side that has them.
 
-    An element follows from what it is: component, request, layer, position and index on every axis. Bytes that are
-    right but in a wrong place therefore differ from those that belong there.
+    An element follows from what it is: component, request, layer, position and index on every axis. Eight bytes are the
+    sum of two random numbers, for its layer and position and for its place in the entry, so that bytes that are right
+    but in a wrong place differ from those that belong there.
     """
 
     def __init__(self, request: int = 0) -> None:
@@ -55,14 +56,38 @@ class KnownContents(Contents):
 
     def of(self, shard: Shard, layer: int, positions: Positions) -> Elements:
         component = shard.component
-        number = zlib.crc32(component.name.encode()) % 1009
-        first = ((number * 64 + layer) * 1_000_003 + self._request) * _MOST_TOKENS
-        ids = np.uint64(first % 2**64) + positions.astype(np.uint64)
-        for axis, interval in zip(component.axes[1:], shard.box[1:], strict=True):
-            inner = np.arange(interval.start, interval.stop, dtype=np.uint64)
-            ids = ids[..., None] * np.uint64(axis.size) + inner
-        mixed: Elements = ((ids * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(33)).astype(element_type(component))
-        return mixed
+        first = np.uint64(xxhash.xxh64_intdigest(f"{component.name} {layer} {self._request}".encode()))
+        places, lane_bytes = _places(component.axes[1:], component.element_bytes, shard.box[1:])
+        numbers = _random(positions.astype(np.uint64) + first).reshape(-1, *(1 for _ in places.shape)) + places
+        if lane_bytes < 8:
+            numbers = _random(numbers)  # in few bytes the sums of two tokens would often differ by nothing
+        elements: Elements = numbers.astype(f"u{lane_bytes}", copy=False).view(element_type(component))
+        held = shard.box[-1] if shard.box[1:] else None
+        return elements[..., 0] if held is None else elements[..., held.start : held.stop]
+
+
+@lru_cache(maxsize=256)
+def _places(axes: tuple[Axis, ...], element_bytes: int, held: Box) -> tuple[NDArray[np.uint64], int]:
+    """A random number for each place in an entry, in as many bytes as fit the last axis whole, on whatever rank.
+
+    Args:
+        axes: of an entry.
+        held: the part of it that a rank has; of the last axis all is returned.
+    """
+    *outer, last = [axis.size for axis in axes] or [1]
+    lane_bytes = next(size for size in (8, 4, 2, 1) if last * element_bytes % size == 0)
+    shape = (*outer, last * element_bytes // lane_bytes)
+    whole = _random(np.arange(prod(shape), dtype=np.uint64) + np.uint64(1 << 63)).reshape(shape)
+    return whole[tuple(slice(part.start, part.stop) for part in held[:-1])], lane_bytes
+
+
+def _random(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A random number for every number, always the same: the finaliser of SplitMix64."""
+    numbers = numbers * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03)
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    numbers ^= numbers >> np.uint64(31)
+    return numbers
 
 
 class CopiedContents(Contents):

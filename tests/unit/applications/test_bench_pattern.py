@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import pattern
@@ -17,6 +18,7 @@ from kvferry.layout import (
     Component,
     Device,
     RankCoordinates,
+    Shard,
     ShardedComponent,
     default_group,
     state_component,
@@ -36,6 +38,11 @@ def written(shape: BenchOptions, pool: Pool | None = None) -> Pool:
     pool.fetch()  # pages of no request are poison in a device's memory, and here in the copy of it
     pattern.write(pool, shape)
     return pool
+
+
+def lanes(pool: Pool, shard: Shard, index: int, size: int) -> NDArray[Any]:
+    """The pages of one layer as numbers of so many bytes."""
+    return pool.elements(shard, index).view(f"u{size}")
 
 
 def wrong_bytes(pool: Pool, shape: BenchOptions) -> int:
@@ -81,15 +88,15 @@ def test_right_bytes_in_a_wrong_place_are_wrong():
     shape = options()
     pool = written(shape)
     first, second = pool.layout.shards
-    keys = pool.layer(first, 0, 8)
+    keys = lanes(pool, first, 0, 8)
     own, other = (pool.requests[request]["kv"].pages for request in (0, 1))
     for mine, theirs in [
         (keys[own[0]], keys[own[1]]),  # two pages
         (keys[own[0]], keys[other[0]]),  # two requests
         (keys[own[0], 0], keys[own[0], 1]),  # two tokens
         (keys[own[0], 0, 0], keys[own[0], 0, 1]),  # two heads
-        (keys[own[0]], pool.layer(first, 1, 8)[own[0]]),  # two layers
-        (keys[own[0]], pool.layer(second, 0, 8)[own[0]]),  # keys and values
+        (keys[own[0]], lanes(pool, first, 1, 8)[own[0]]),  # two layers
+        (keys[own[0]], lanes(pool, second, 0, 8)[own[0]]),  # keys and values
     ]:
         kept = mine.copy()
         mine[...] = theirs
@@ -102,7 +109,7 @@ def test_a_write_into_a_page_of_no_request_is_seen():
     shape = options()
     pool = written(shape)
     (page, *_) = pool.untaken()["kv"]
-    pool.layer(pool.layout.shards[0], 2, 8)[page].flat[0] = POISON
+    lanes(pool, pool.layout.shards[0], 2, 8)[page].flat[0] = POISON
     checked = pattern.check(pool, shape)
     assert checked.wrong_bytes == 7
     assert checked.first_wrong == "k of layer 2, a page of no request"
@@ -112,12 +119,12 @@ def test_a_write_into_a_page_of_no_request_is_seen():
 def test_ranks_agree_on_what_an_element_is(tp_size: int):
     shape = options(decode_tp=tp_size)
     whole = written(options())
-    whole_keys = whole.layer(whole.layout.shards[0], 1, 8)[whole.requests[1]["kv"].pages]
+    whole_keys = lanes(whole, whole.layout.shards[0], 1, 8)[whole.requests[1]["kv"].pages]
     parts = []
     for coordinates in shape.decode.coordinates:
         pool = made(shape, coordinates)
         pattern.write(pool, shape)
-        parts.append(pool.layer(pool.layout.shards[0], 1, 8)[pool.requests[1]["kv"].pages])
+        parts.append(lanes(pool, pool.layout.shards[0], 1, 8)[pool.requests[1]["kv"].pages])
     assert np.array_equal(np.concatenate(parts, axis=2), whole_keys)
 
 
@@ -135,11 +142,11 @@ def test_states_and_windows_and_odd_widths_are_checked():
     slots, window_pages = (pool.requests[0][default_group(component)].pages for component in (state, window))
     assert len(slots) == 1
     assert len(window_pages) == 2  # 64 tokens in pages of 16: tokens 44 to 63 lie in the last two
-    pool.layer(pool.layout.shards[0], 1, 2)[slots[0], 0, 5, 2] ^= 1
+    lanes(pool, pool.layout.shards[0], 1, 2)[slots[0], 0, 5, 2] ^= 1
     assert wrong_bytes(pool, shape) == 1
-    pool.layer(pool.layout.shards[1], 1, 1)[window_pages[0], 12, 4] ^= 1
+    lanes(pool, pool.layout.shards[1], 1, 1)[window_pages[0], 12, 4] ^= 1
     assert wrong_bytes(pool, shape) == 2
-    pool.layer(pool.layout.shards[1], 1, 1)[window_pages[0], 11, 4] ^= 1  # before the window: need not arrive
+    lanes(pool, pool.layout.shards[1], 1, 1)[window_pages[0], 11, 4] ^= 1  # before the window: need not arrive
     assert wrong_bytes(pool, shape) == 2
 
 
@@ -165,7 +172,7 @@ def test_after_several_passes_only_what_the_last_one_brought_is_right():
         for layer in range(4):
             for transfer in range(6):
                 to = moved.requests[transfer % 3]["kv"].pages
-                moved.layer(other, layer, 8)[to] = pool.layer(shard, layer, 8)[
+                lanes(moved, other, layer, 8)[to] = lanes(pool, shard, layer, 8)[
                     pool.requests[shape.source_of(transfer)]["kv"].pages
                 ]
     assert pattern.check(moved, shape, passes=2).wrong_bytes == 0

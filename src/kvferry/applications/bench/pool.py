@@ -23,7 +23,6 @@ from kvferry.layout import (
     RankCoordinates,
     RankLayout,
     Region,
-    Shard,
     VirtualPools,
     default_group,
     virtual_layout,
@@ -202,7 +201,3 @@ class Pool(pools.Pool):
     def fetch(self) -> None:
         """Makes `host` what the memory is."""
         self.storage.fetch(self.num_bytes)
-
-    def layer(self, shard: Shard, index: int, lane_bytes: int) -> NDArray[np.unsignedinteger[Any]]:
-        """The pages of one layer as numbers of so many bytes: an array [page, token, ..., number in the last axis]."""
-        return self.elements(shard, index).view(f"u{lane_bytes}")
