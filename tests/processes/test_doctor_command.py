@@ -17,7 +17,7 @@ import zmq
 from tests.support.waiting import PATIENCE_S
 
 from kvferry.applications.doctor.machine import has_gpu
-from kvferry.applications.doctor.pairing import Hello, Seen, Written
+from kvferry.applications.doctor.probe import Hello, Seen, Written
 from kvferry.control.ends import ZmqConnection
 
 pytest.importorskip("nixl_cu13")

@@ -289,10 +289,10 @@ def doctor(
     from kvferry.applications.doctor.run import run
 
     if listen is not None:
-        from kvferry.applications.doctor import pairing
+        from kvferry.applications.doctor import probe
 
         with suppress(KeyboardInterrupt), interruptible():
-            pairing.listen(Settings(), listen, typer.echo, Device())
+            probe.listen(Settings(), listen, typer.echo, Device())
         return
     chosen = None if engine is None else one_of(Engine, engine, option="--for")
     worst = run(

@@ -21,8 +21,7 @@ from tests.support.statuses import WELL
 from kvferry import __version__
 from kvferry.applications.doctor import configuration, machine, others, probe
 from kvferry.applications.doctor import run as doctor
-from kvferry.applications.doctor.pairing import Ready
-from kvferry.applications.doctor.probe import Measured, wire
+from kvferry.applications.doctor.probe import Measured, Ready, wire
 from kvferry.applications.top import asking
 from kvferry.applications.top.asking import Sample
 from kvferry.control.registry_server import RegistryServer

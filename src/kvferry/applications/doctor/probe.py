@@ -1,4 +1,4 @@
-"""Writes bytes to a doctor that listens, and says how fast that was, and which way they took.
+"""Two doctors: one listens with memory to write into, the other writes there, asks what came, and says how fast.
 
 `python -m kvferry.applications.doctor.probe` writes to one that it starts in another process, `... probe HOST:PORT` to
 that one, and `... probe cuda` from the first GPU's memory to memory of a process that has it, too.
@@ -7,32 +7,22 @@ that one, and `... probe cuda` from the first GPU's memory to memory of a proces
 from __future__ import annotations
 
 import multiprocessing
+import secrets
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import TypeAlias
 
 import msgspec
 
 from kvferry._version import __version__
 from kvferry.applications.bench.options import checked_device
-from kvferry.applications.bench.pool import allocate
+from kvferry.applications.bench.pool import Storage, allocate
 from kvferry.applications.command_line import interruptible
-from kvferry.applications.doctor.pairing import (
-    ANSWER_S,
-    MEMORY_BYTES,
-    TO_WRITER,
-    Busy,
-    Hello,
-    Ready,
-    Seen,
-    ToWriter,
-    Written,
-    listen,
-)
-from kvferry.applications.partner import Caller, calling
+from kvferry.applications.partner import Caller, Listener, Message, calling, listening
 from kvferry.endpoint.construction import create_transport
 from kvferry.errors import IncompatiblePeerError, PeerDisconnectedError
 from kvferry.findings import Finding, error, good, warning
@@ -41,6 +31,10 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.settings import Settings
 from kvferry.transport import Diagnosis, Transport
 
+MEMORY_BYTES = 64 << 20
+ANSWER_S = 20.0
+_SILENCE_S = 60.0
+"""After which another may come."""
 _BULK_BYTES = (1 << 20, 8 << 20, MEMORY_BYTES)
 """Sizes of a large write. A wire that takes long for one of them is not given a larger one."""
 
@@ -56,6 +50,105 @@ _SMALL_ROUNDS = 50
 
 _LONGEST_S = 60.0
 _SLOW_BYTES_PER_S = 0.5e9
+
+
+class Hello(Message, frozen=True):
+    """Who writes to who listens: I should like to."""
+
+    version: str
+
+
+class Ready(Message, frozen=True):
+    """The answer: where.
+
+    Attributes:
+        metadata: the transport's.
+        value: that the memory is to be filled with.
+        transport: its name.
+    """
+
+    version: str
+    metadata: bytes
+    address: int
+    value: int
+    transport: str
+
+
+class Busy(Message, frozen=True):
+    """Or: somebody else is writing."""
+
+
+class Written(Message, frozen=True):
+    """Who writes to who listens: look.
+
+    Attributes:
+        num_bytes: how many there should be.
+    """
+
+    num_bytes: int = MEMORY_BYTES
+
+
+class Seen(Message, frozen=True):
+    """The answer: whether every byte is right."""
+
+    is_right: bool
+
+
+ToListener: TypeAlias = Hello | Written
+ToWriter: TypeAlias = Ready | Busy | Seen
+
+TO_LISTENER: msgspec.msgpack.Decoder[ToListener] = msgspec.msgpack.Decoder(ToListener)
+TO_WRITER: msgspec.msgpack.Decoder[ToWriter] = msgspec.msgpack.Decoder(ToWriter)
+
+
+def listen(settings: Settings, port: int, tell: Callable[[str], None], device: Device) -> None:
+    """Lets one after the other write here, until it is interrupted.
+
+    Args:
+        port: to listen on; 0 takes any that is free.
+        tell: is told what happens; first the port, as the last word.
+        device: of the memory that is written to.
+
+    Raises:
+        KVFerryError: if the port cannot be listened on, or the transport is missing.
+    """
+    memory = allocate(MEMORY_BYTES, device)
+    transport = create_transport(settings, f"kvferry-doctor-{secrets.token_hex(4)}", writes=False)
+    try:
+        transport.register([memory.region], device)
+        with listening(
+            settings, port, TO_LISTENER, opens=lambda said: isinstance(said, Hello), busy=Busy(), silence_s=_SILENCE_S
+        ) as listener:
+            tell(f"listening on {settings.host} port {listener.port}")
+            _serve(listener, memory, transport, tell)
+    finally:
+        transport.close()
+
+
+def _serve(
+    listener: Listener[ToListener],
+    memory: Storage,
+    transport: Transport,
+    tell: Callable[[str], None],
+) -> None:
+    value = 0
+    while True:
+        listener.wait()
+        for message in listener.receive():
+            answer: ToWriter
+            if isinstance(message, Hello):
+                value = value % 255 + 1
+                memory.fill(0, MEMORY_BYTES)
+                answer = Ready(__version__, transport.metadata(), memory.address, value, transport.name)
+                tell("a doctor writes")
+            else:
+                memory.fetch(message.num_bytes)
+                answer = Seen(bool((memory.host[: message.num_bytes] == value).all()))
+                tell("every byte is right" if answer.is_right else "not every byte is right")
+            with suppress(PeerDisconnectedError):
+                listener.send(answer)
+            if isinstance(answer, Seen):
+                listener.dismiss()
 
 
 class Measured(msgspec.Struct, frozen=True):
