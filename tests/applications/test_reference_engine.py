@@ -24,7 +24,7 @@ from kvferry.applications.demo.reference.specification import (
     SEEDED_ARCHITECTURES,
     ModelSpec,
 )
-from kvferry.applications.demo.reference.tokenizer import START_TOKEN, ByteTokenizer, read_prompts
+from kvferry.applications.demo.reference.tokenizer import START_TOKEN, ByteTokenizer, load_tokenizer, read_prompts
 from kvferry.errors import ConfigurationError, LayoutError, ModelError, SettingsError
 from kvferry.layout import attention_components, latent_component
 
@@ -38,7 +38,7 @@ PROMPTS = read_prompts()
 def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(architecture, chunk_tokens, tier):
     model = seeded_model(architecture)
     for prompt in PROMPTS[4:5] if chunk_tokens == 1 else PROMPTS[: tier.amount(quick=1, full=2, long=8)]:
-        token_ids = model.tokenize(prompt)
+        token_ids = ByteTokenizer().tokenize(prompt)
         prefilled = prefill_whole(model, token_ids, chunk_tokens)
         undivided = model.generate_undivided(token_ids, chunk_tokens, NEW_TOKENS)
         assert len(undivided) == NEW_TOKENS
@@ -51,7 +51,7 @@ def test_decoding_from_captured_caches_gives_the_undivided_models_tokens(archite
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_every_number_of_kv_heads(architecture, num_kv_heads):
     model = seeded_model(architecture, num_kv_heads)
-    token_ids = model.tokenize(PROMPTS[3])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[3])
     prefilled = prefill_whole(model, token_ids, 32)
     assert prefilled[0]["k"].shape[2] == num_kv_heads
     assert decode(model, token_ids, prefilled, 8) == model.generate_undivided(token_ids, 32, 8)
@@ -60,7 +60,7 @@ def test_every_number_of_kv_heads(architecture, num_kv_heads):
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_the_undivided_model_agrees_with_transformers_generate(architecture):
     model = seeded_model(architecture)
-    token_ids = model.tokenize(PROMPTS[1])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[1])
     generated = model.network.generate(
         torch.tensor([token_ids]), do_sample=False, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS
     )
@@ -73,7 +73,7 @@ def test_the_undivided_model_agrees_with_transformers_generate(architecture):
 @pytest.mark.parametrize("architecture", ["qwen3", "llama"])
 def test_captured_keys_and_values_are_what_transformers_caches(architecture):
     model = seeded_model(architecture)
-    token_ids = model.tokenize(PROMPTS[5])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     with torch.no_grad():
         own = cache_in(model.network(torch.tensor([token_ids]), use_cache=True))
@@ -87,7 +87,7 @@ def test_captured_latents_are_the_normed_and_the_rotated_parts():
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 
     model = seeded_model("deepseek_v3")
-    token_ids = model.tokenize(PROMPTS[2])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[2])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     projected: dict[int, torch.Tensor] = {}
     layers = model.network.model.layers
@@ -169,7 +169,7 @@ def test_damaged_caches_change_the_tokens(architecture, damage):
 @pytest.mark.parametrize("architecture", SEEDED_ARCHITECTURES)
 def test_tokens_are_varied(architecture):
     model = seeded_model(architecture)
-    answers = [model.generate_undivided(model.tokenize(prompt), 64, 32) for prompt in PROMPTS[:6]]
+    answers = [model.generate_undivided(ByteTokenizer().tokenize(prompt), 64, 32) for prompt in PROMPTS[:6]]
     assert min(len(set(answer)) for answer in answers) >= 16
     assert len({tuple(answer) for answer in answers}) == len(answers)
 
@@ -180,7 +180,7 @@ def _fingerprint(spec: ModelSpec) -> str:
     digest = hashlib.sha256()
     for _, weight in sorted(model.network.state_dict().items()):
         digest.update(weight.numpy().tobytes())
-    for chunk in model.prefill(model.tokenize(PROMPTS[7]), 64):
+    for chunk in model.prefill(ByteTokenizer().tokenize(PROMPTS[7]), 64):
         for _, array in sorted(chunk.caches.items()):
             digest.update(array.numpy().tobytes())
     return digest.hexdigest()
@@ -252,7 +252,7 @@ def test_loading_leaves_the_random_generator_of_torch_alone():
 
 def test_abandoned_prefill_leaves_gradients_on():
     model = seeded_model("qwen3")
-    chunks = model.prefill(model.tokenize(PROMPTS[7]), 16)
+    chunks = model.prefill(ByteTokenizer().tokenize(PROMPTS[7]), 16)
     next(chunks)
     assert torch.is_grad_enabled()
 
@@ -284,12 +284,13 @@ def test_a_local_checkpoint(architecture, tmp_path):
     spec = ModelSpec.from_directory(save_checkpoint(tmp_path / "checkpoint", architecture, PROMPTS))
     assert spec.architecture == architecture
     model = load_model(pickle.loads(pickle.dumps(spec)))
-    assert model.components == cache_form(spec).components
+    assert model.form.components == cache_form(spec).components
     if architecture in LATENT_ARCHITECTURES:
-        (latent,) = model.components
+        (latent,) = model.form.components
         assert latent.component == latent_component(num_layers=2, latent_dim=64, dtype="float32")
-    token_ids = model.tokenize(PROMPTS[6])
-    assert model.detokenize(token_ids) == PROMPTS[6]
+    tokenizer = load_tokenizer(spec.model_directory)
+    token_ids = tokenizer.tokenize(PROMPTS[6])
+    assert tokenizer.detokenize(token_ids) == PROMPTS[6]
     prefilled = prefill_whole(model, token_ids, 8)
     undivided = model.generate_undivided(token_ids, 8, NEW_TOKENS)
     assert decode(model, token_ids, prefilled, NEW_TOKENS) == undivided
@@ -325,11 +326,11 @@ def test_checkpoints_with_parts_missing(tmp_path):
         return ModelSpec.from_directory(directory)
 
     with pytest.raises(ModelError, match=r"no tokenizer.*copy"):
-        load_model(copy("untokenized", "tokenizer.json"))
+        load_tokenizer(copy("untokenized", "tokenizer.json").model_directory)
     broken_tokenizer = copy("mistokenized")
     (tmp_path / "mistokenized" / "tokenizer.json").write_text("{}")
     with pytest.raises(ModelError, match=r"cannot load the tokenizer in .*mistokenized"):
-        load_model(broken_tokenizer)
+        load_tokenizer(broken_tokenizer.model_directory)
     with pytest.raises(ModelError, match=r"cannot load the model in .*unweighted"):
         load_model(copy("unweighted", "model.safetensors"))
     deeper = copy("deeper")
@@ -370,7 +371,7 @@ def test_small_specs_name_an_impossible_number_of_kv_heads():
 
 def test_misuse_of_a_model():
     model = seeded_model("qwen3")
-    token_ids = model.tokenize(PROMPTS[0])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[0])
     with pytest.raises(ModelError, match="no tokens"):
         model.prefill([], 16)
     with pytest.raises(ModelError, match="token id 260 is outside"):
@@ -400,7 +401,7 @@ def test_misuse_of_a_model():
 def test_decode_copies_the_caches():
     for architecture in SEEDED_ARCHITECTURES:
         model = seeded_model(architecture)
-        token_ids = model.tokenize(PROMPTS[0])
+        token_ids = ByteTokenizer().tokenize(PROMPTS[0])
         caches, first_token = prefill_whole(model, token_ids, 16)
         before = {name: array.clone() for name, array in caches.items()}
         decode(model, token_ids, (caches, first_token), 8)

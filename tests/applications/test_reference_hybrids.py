@@ -13,7 +13,7 @@ from tests.support.reference import Caches, cache_in, changes_with, decode, pref
 from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form
 from kvferry.applications.demo.reference.engine import ReferenceModel, load_model
 from kvferry.applications.demo.reference.specification import ModelSpec
-from kvferry.applications.demo.reference.tokenizer import read_prompts
+from kvferry.applications.demo.reference.tokenizer import ByteTokenizer, load_tokenizer, read_prompts
 from kvferry.errors import ModelError
 from kvferry.layout import Component, Entry, Interval
 from kvferry.pools.places import entries_kept
@@ -25,7 +25,7 @@ HYBRIDS = ("qwen3_next", "gemma3", "mamba2")
 def described(model: ReferenceModel) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str | None]]:
     return {
         each.component.name: (each.layers, tuple(axis.size for axis in each.component.axes[1:]), each.tp_axis)
-        for each in model.components
+        for each in model.form.components
     }
 
 
@@ -57,7 +57,7 @@ def test_what_sliding_windows_cache():
         "window_k": ((0, 1, 2), (2, 64), "head"),
         "window_v": ((0, 1, 2), (2, 64), "head"),
     }
-    assert [each.component.window_tokens for each in model.components] == [None, None, 32, 32]
+    assert [each.component.window_tokens for each in model.form.components] == [None, None, 32, 32]
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_what_sliding_windows_cache():
     [(None, 9, (0, 9)), (4, 9, (5, 9)), (4, 4, (0, 4)), (4, 5, (1, 5)), (4, 1, (0, 1))],
 )
 def test_entries_that_a_request_needs(window_tokens, num_tokens, expected):
-    of_tokens: dict[str, Any] = {"axes": seeded_model("gemma3").components[0].component.axes, "dtype": "float32"}
+    of_tokens: dict[str, Any] = {"axes": seeded_model("gemma3").form.components[0].component.axes, "dtype": "float32"}
     component = Component(name="k", window_tokens=window_tokens, **of_tokens)
     assert entries_kept(component, num_tokens) == Interval(*expected)
     assert entries_kept(Component(name="k", entry=Entry.REQUEST, **of_tokens), num_tokens) == Interval(0, 1)
@@ -81,7 +81,7 @@ def own_cache(model: ReferenceModel, token_ids: list[int]) -> Any:
 @pytest.mark.parametrize("prompt", [0, 5])  # shorter than the window, and longer
 def test_captured_windows_are_the_tokens_that_transformers_keeps_and_one_more(prompt):
     model = seeded_model("gemma3")
-    token_ids = model.tokenize(PROMPTS[prompt])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[prompt])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     own = own_cache(model, token_ids)
     for layer in range(3):
@@ -95,7 +95,7 @@ def test_captured_windows_are_the_tokens_that_transformers_keeps_and_one_more(pr
 
 def test_every_token_of_a_chunk_is_captured_although_the_window_forgets_it():
     model = seeded_model("gemma3")
-    token_ids = model.tokenize(PROMPTS[5])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[5])
     in_pieces = list(model.prefill(token_ids, 48))
     (whole,) = model.prefill(token_ids, len(token_ids))
     for name in ("window_k", "window_v"):
@@ -110,7 +110,7 @@ def test_every_token_of_a_chunk_is_captured_although_the_window_forgets_it():
 )
 def test_captured_states_are_what_transformers_keeps(architecture, channels):
     model = seeded_model(architecture)
-    token_ids = model.tokenize(PROMPTS[5])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     own = own_cache(model, token_ids)
     for layer in range(3):
@@ -122,7 +122,7 @@ def test_captured_states_are_what_transformers_keeps(architecture, channels):
 def test_channels_are_the_query_the_key_and_the_value():
     """Which rows are which is taken from the weights that make them, not from the order in the cache."""
     model = seeded_model("qwen3_next")
-    token_ids = model.tokenize(PROMPTS[5])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, len(token_ids))
     net = model.network.model.layers[0].linear_attn
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_channels_are_the_query_the_key_and_the_value():
 def test_a_restored_cache_is_the_one_that_was_captured(architecture):
     """Continued by several tokens at once, which looks at more of it than decoding one by one does."""
     model = seeded_model(architecture)
-    token_ids = model.tokenize(PROMPTS[5])
+    token_ids = ByteTokenizer().tokenize(PROMPTS[5])
     caches, _ = prefill_whole(model, token_ids, 64)
     restored, undivided = model.empty_cache(), model.empty_cache()
     model.form.restore(restored, caches, len(token_ids))
@@ -162,7 +162,7 @@ def test_chunks_around_the_window_and_the_kernel(architecture, chunk_tokens, tie
     model = seeded_model(architecture)
     for prompt in PROMPTS[: tier.amount(quick=1, full=1, long=2)]:
         for length in (1, 2, 31, 32, 33, 64):
-            token_ids = model.tokenize(prompt * 3)[:length]
+            token_ids = ByteTokenizer().tokenize(prompt * 3)[:length]
             prefilled = prefill_whole(model, token_ids, chunk_tokens)
             assert decode(model, token_ids, prefilled, 6) == model.generate_undivided(token_ids, chunk_tokens, 6)
 
@@ -218,7 +218,7 @@ def test_damaged_states_and_windows_change_the_tokens(architecture, damage):
 def test_a_state_that_is_cut_out_too_early_changes_the_tokens():
     for architecture in ("qwen3_next", "mamba2"):
         model = seeded_model(architecture)
-        token_ids = model.tokenize(PROMPTS[5])
+        token_ids = ByteTokenizer().tokenize(PROMPTS[5])
         caches, first_token = prefill_whole(model, token_ids, 64)
         intact = decode(model, token_ids, (caches, first_token), 24)
         pending, _ = prefill_whole(model, token_ids[: len(token_ids) // 64 * 64], 64)
@@ -229,8 +229,8 @@ def test_a_state_that_is_cut_out_too_early_changes_the_tokens():
 def test_a_checkpoint_with_sliding_windows_in_every_layer(tmp_path):
     spec = ModelSpec.from_directory(save_checkpoint(tmp_path, "mistral", PROMPTS, sliding_window=5))
     model = load_model(spec)
-    assert [each.component.name for each in model.components] == ["window_k", "window_v"]
-    token_ids = model.tokenize(PROMPTS[6])
+    assert [each.component.name for each in model.form.components] == ["window_k", "window_v"]
+    token_ids = load_tokenizer(spec.model_directory).tokenize(PROMPTS[6])
     assert len(token_ids) > 2 * 5
     prefilled = prefill_whole(model, token_ids, 4)
     assert decode(model, token_ids, prefilled, 24) == model.generate_undivided(token_ids, 4, 24)

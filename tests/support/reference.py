@@ -11,6 +11,7 @@ import torch
 from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import CACHE_NAMES, ReferenceModel, load_model
 from kvferry.applications.demo.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.tokenizer import ByteTokenizer
 from kvferry.layout import Entry
 from kvferry.pools.places import entries_kept
 
@@ -29,7 +30,7 @@ def prefill_whole(model: ReferenceModel, token_ids: list[int], chunk_tokens: int
     assert [chunk.start for chunk in chunks] == list(range(0, len(token_ids), chunk_tokens))
     assert [chunk.stop for chunk in chunks] == [*(chunk.start for chunk in chunks[1:]), len(token_ids)]
     caches = {}
-    for sharded in model.components:
+    for sharded in model.form.components:
         component = sharded.component
         of_state = component.entry is Entry.REQUEST
         assert [component.name in chunk.caches for chunk in chunks] == [
@@ -60,7 +61,7 @@ def changes_with(
     """Of how many prompts the answer changes if the caches are damaged on their way."""
     changed = 0
     for prompt in prompts:
-        token_ids = model.tokenize(prompt)
+        token_ids = ByteTokenizer().tokenize(prompt)
         caches, first_token = prefill_whole(model, token_ids, 64)
         intact = decode(model, token_ids, (caches, first_token), new_tokens)
         damage(caches)

@@ -16,9 +16,7 @@ from typing import TYPE_CHECKING, Any
 from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, check_caches
 from kvferry.applications.demo.reference.configuration import check_packages, seeded_configuration
 from kvferry.applications.demo.reference.specification import ModelSpec
-from kvferry.applications.demo.reference.tokenizer import Tokenizer, load_tokenizer
 from kvferry.errors import ModelError, SettingsError
-from kvferry.layout import ShardedComponent
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +117,13 @@ class PrefilledChunk:
 
 
 def load_model(spec: ModelSpec) -> ReferenceModel:
-    """Build or load the model of `spec`, with its tokenizer.
+    """Build or load the model of `spec`.
 
     Raises:
         ModelError: if torch or transformers is missing, if the checkpoint cannot be used, or if transformers
             caches something else than the engine expects of the architecture.
     """
-    model = ReferenceModel(load_network(spec), load_tokenizer(spec.model_directory), cache_form(spec))
+    model = ReferenceModel(load_network(spec), cache_form(spec))
     model.check()
     return model
 
@@ -140,9 +138,8 @@ class ReferenceModel:
         form: of its caches.
     """
 
-    def __init__(self, network: Any, tokenizer: Tokenizer, form: CacheForm) -> None:
+    def __init__(self, network: Any, form: CacheForm) -> None:
         self.network = network
-        self._tokenizer = tokenizer
         self.form = form
         parameters = inspect.signature(network.forward).parameters
         argument = next((name for name in CACHE_NAMES if name in parameters), None)
@@ -152,24 +149,6 @@ class ReferenceModel:
                 "version of transformers is not known here"
             )
         self._cache_argument = argument
-
-    @property
-    def components(self) -> tuple[ShardedComponent, ...]:
-        """The components that the model caches, with global sizes."""
-        return self.form.components
-
-    @property
-    def vocabulary_size(self) -> int:
-        """Number of token ids."""
-        return int(self.network.config.vocab_size)
-
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`."""
-        return self._tokenizer.tokenize(text)
-
-    def detokenize(self, token_ids: Sequence[int]) -> str:
-        """Text of `token_ids`."""
-        return self._tokenizer.detokenize(token_ids)
 
     def prefill(self, token_ids: Sequence[int], chunk_tokens: int) -> Iterator[PrefilledChunk]:
         """Run a prompt through the model, `chunk_tokens` tokens at a time; the last chunk may be shorter.
@@ -273,11 +252,11 @@ class ReferenceModel:
         self._check_token_ids(token_ids)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:
+        size = int(self.network.config.vocab_size)
         for token in (min(token_ids), max(token_ids)):
-            if not 0 <= token < self.vocabulary_size:
+            if not 0 <= token < size:
                 raise ModelError(
-                    f"token id {token} is outside the model's vocabulary of {self.vocabulary_size}; "
-                    "use the model's own tokenizer"
+                    f"token id {token} is outside the model's vocabulary of {size}; use the model's own tokenizer"
                 )
 
 
