@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kvferry.applications.demo.reference.configuration import checkpoint_configuration, seeded_configuration
-from kvferry.applications.demo.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.specification import ModelSpec, checkpoint_configuration, seeded_configuration
 from kvferry.errors import LayoutError, ModelError
 from kvferry.layout import Component, ShardedComponent
 from kvferry.models import model_cache_from_config

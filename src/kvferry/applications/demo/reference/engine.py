@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvferry.applications.demo.reference.caches import CacheForm, cache_form, check_cache_form, check_caches
-from kvferry.applications.demo.reference.configuration import check_packages, seeded_configuration
-from kvferry.applications.demo.reference.specification import ModelSpec
+from kvferry.applications.demo.reference.specification import ModelSpec, check_packages, seeded_configuration
 from kvferry.errors import ModelError, SettingsError
 
 if TYPE_CHECKING:
