@@ -134,10 +134,6 @@ class Clients:
             self._silent[number] = asyncio.get_running_loop().call_later(self._longest_s, self._send_away, number)
             self._send_surplus_away(self._silent, self._most_silent)
 
-    def expects(self, number: int) -> bool:
-        """Whether a connection has yet to ask something."""
-        return number in self._silent
-
     def has_asked(self, number: int) -> None:
         """Ends that time."""
         timer = self._silent.pop(number, None)

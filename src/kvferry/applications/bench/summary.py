@@ -171,7 +171,7 @@ def _figures(measured: Measured, variant: str) -> Figures:
         to_direct=None if direct is None else median_ratio(speeds, direct),
         submit_s=percentiles(tuple(seconds for run in runs for seconds in run.submit_s), 50, 99),
         latency_s=percentiles(latencies, 50, 95, 99),
-        cpu_s_per_gb=median(_cpu_s_per_gb(run) for run in runs),
+        cpu_s_per_gb=median(run.cpu_s / (run.num_bytes / GB) for run in runs),
         interpreter_s_per_gb=_interpreter_s_per_gb(runs),
         descriptors=round(median(count for run in runs for count in run.descriptors)),
         writes=round(median(count for run in runs for count in run.writes)),
@@ -194,10 +194,6 @@ def _exposed(measured: Measured, variant: str, wire_s: float) -> Exposed:
         share=median_ratio([median(run.exposed_s) for run in runs], [median(run.exposed_s) for run in whole]),
         limit_s=limit_s,
     )
-
-
-def _cpu_s_per_gb(run: Run) -> float:
-    return run.cpu_s / (run.num_bytes / GB)
 
 
 def _interpreter_s_per_gb(runs: Sequence[Run]) -> float | None:

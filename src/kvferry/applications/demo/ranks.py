@@ -17,9 +17,9 @@ from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Comput
 from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import PrefilledChunk, load_model
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, ReceiverStats, SenderStats
-from kvferry.layout import PageGroup, RankCoordinates, RankLayout
+from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.plan.requests.page_numbers import GroupPages
-from kvferry.pools.places import TakenPages, entries_kept, places
+from kvferry.pools.places import TakenPages, entries_kept, first_needed, places
 from kvferry.pools.pool import Pool
 from kvferry.settings import Settings
 
@@ -170,16 +170,12 @@ def pages_of_chunk(
             if chunk.next_token is not None:
                 pages[group.name] = GroupPages(mine.pages)
             continue
-        first = max(chunk.start // group.page_tokens, _first_page(group, len(request.token_ids)))
+        needed = first_needed(group.window_tokens, len(request.token_ids), 0)
+        first = max(chunk.start, needed) // group.page_tokens
         stop = -(-chunk.stop // group.page_tokens)
         if first < stop:
             pages[group.name] = GroupPages(mine.pages[first:stop], start=first)
     return pages
-
-
-def _first_page(group: PageGroup, num_tokens: int) -> int:
-    """The page with the first token that decoding needs."""
-    return 0 if group.window_tokens is None else max(0, num_tokens - group.window_tokens) // group.page_tokens
 
 
 def decode_main(

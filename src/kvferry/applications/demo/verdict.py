@@ -153,12 +153,11 @@ def _links(options: DemoOptions, outcome: Outcome) -> dict[tuple[int, int], list
                 names = links.setdefault((writer, receiver), {}).setdefault(_describe(options, piece), [])
                 if piece.component not in names:
                     names.append(piece.component)
-    return {pair: [_named(options, names, part) for part, names in parts.items()] for pair, parts in links.items()}
-
-
-def _named(options: DemoOptions, names: list[str], part: str) -> str:
-    """The part, and what it is a part of where that does not go without saying."""
-    return part if len(names) == len(options.components) else f"{', '.join(names)}: {part}"
+    count = len(options.components)  # what a part is of goes without saying where it is of all
+    return {
+        pair: [part if len(names) == count else f"{', '.join(names)}: {part}" for part, names in parts.items()]
+        for pair, parts in links.items()
+    }
 
 
 def _layouts(outcome: Outcome, side: str, engine: int) -> dict[int, RankLayout]:

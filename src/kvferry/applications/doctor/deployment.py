@@ -37,7 +37,8 @@ def whole(of: Deployment, variables: Mapping[str, str], proc: Path = _PROC) -> I
     else:
         names = " or ".join(of.packages)
         yield error("engine", f"{names} is not installed in this environment", "run the doctor in that of the servers")
-    lines = {number: _texts(proc, number, "cmdline") or () for number in _processes(proc)}
+    numbers = (int(folder.name) for folder in sorted(proc.iterdir()) if folder.name.isdecimal())
+    lines = {number: _texts(proc, number, "cmdline") or () for number in numbers}
     servers = {number: line for number, line in lines.items() if of.is_server(line)}
     for number, line in servers.items():
         about, theirs = f"{of.command}, {number}", _variables(proc, number)
@@ -104,10 +105,6 @@ def _differing(about: str, ours: Mapping[str, str], theirs: Mapping[str, str] | 
     if names:
         what = f"it has other values than this doctor: {', '.join(names)}"
         yield warning(about, what, "run the doctor with the server's variables: the rest is said of the doctor's")
-
-
-def _processes(proc: Path) -> Iterator[int]:
-    return (int(folder.name) for folder in sorted(proc.iterdir()) if folder.name.isdecimal())
 
 
 def _variables(proc: Path, number: int) -> dict[str, str] | None:

@@ -68,7 +68,8 @@ def run(
     looks = _everything(targets, peers, doctors, engine, moves_bytes=moves_bytes)
     for finding in looks:
         findings.append(finding)
-        table.add_row(_SHOWN[finding.severity], finding.about, _words(finding))
+        remedy = (f"\n-> {finding.remedy}", "bold") if finding.remedy else ""
+        table.add_row(_SHOWN[finding.severity], finding.about, Text.assemble(finding.what, remedy))
     worst = max((finding.severity for finding in findings), default=Severity.GOOD)
     if wants_json:
         plain = [{**structs.asdict(each), "severity": each.severity.name.lower()} for each in findings]
@@ -96,10 +97,6 @@ def _missing(findings: Sequence[Finding]) -> Iterator[str]:
     for about in dict.fromkeys(finding.about for finding in findings if finding.lines):
         yield f"\n# missing: {about}"
         yield from dict.fromkeys(line for finding in findings if finding.about == about for line in finding.lines)
-
-
-def _words(finding: Finding) -> Text:
-    return Text.assemble(finding.what, ("\n-> " + finding.remedy, "bold") if finding.remedy else "")
 
 
 def _everything(

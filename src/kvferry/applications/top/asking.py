@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -93,11 +94,8 @@ def present(port: int) -> list[str]:
 
 def ask_once(targets: Sequence[str]) -> list[Sample]:
     """Where endpoints stand now, in the order of their hosts and ports."""
-    asker = Asker(targets)
-    try:
+    with closing(Asker(targets)) as asker:
         return asker.ask()
-    finally:
-        asker.close()
 
 
 class Asker:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Literal
 
@@ -40,13 +40,8 @@ def run(given: Sequence[str], *, interval_s: float, once: bool, console: Console
             "no address: name the endpoints, such as `kvferry top 9470-9477`; endpoints answer when they are started "
             "with KVFERRY_OBSERVE_PORT"
         )
-    asker = Asker(addresses(given) if given else present(int(port or 0)))
-    try:
-        if once:
-            return _once(asker, console)
-        return _live(asker, interval_s, console)
-    finally:
-        asker.close()
+    with closing(Asker(addresses(given) if given else present(int(port or 0)))) as asker:
+        return _once(asker, console) if once else _live(asker, interval_s, console)
 
 
 def _once(asker: Asker, console: Console) -> bool:
