@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Generic, TypeAlias, TypeVar
 
 import msgspec
@@ -34,30 +35,22 @@ class Message(msgspec.Struct, frozen=True, tag=True):
     """What partners say to each other; subclasses are told apart by their names."""
 
 
+@dataclass(eq=False)
 class Listener(Generic[Incoming]):
-    """The end that listens.
+    """The end that listens. What `listening` has for arguments, and who the partner is."""
 
-    Attributes:
-        port: that it listens on.
-    """
+    _channel: ZmqListeningEnd
+    _decoder: Decoder[Incoming]
+    _opens: Callable[[Incoming], bool]
+    _busy: Message
+    _silence_s: float
+    _partner: str | None = None
+    _last_message_at: float = 0.0
 
-    def __init__(
-        self,
-        channel: ZmqListeningEnd,
-        decoder: Decoder[Incoming],
-        *,
-        opens: Callable[[Incoming], bool],
-        busy: Message,
-        silence_s: float,
-    ) -> None:
-        self.port = channel.port
-        self._channel = channel
-        self._decoder = decoder
-        self._opens = opens
-        self._busy = busy
-        self._silence_s = silence_s
-        self._partner: str | None = None
-        self._last_message_at = 0.0
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        return self._channel.port
 
     @property
     def sockets(self) -> Collection[zmq.Socket[bytes]]:
@@ -126,17 +119,17 @@ def listening(
     with _context() as context:
         host, credentials = bracketed(settings.host), credentials_of(settings)
         with closing(ZmqListeningEnd(host=host, port=port, credentials=credentials, context=context)) as channel:
-            yield Listener(channel, decoder, opens=opens, busy=busy, silence_s=silence_s)
+            yield Listener(channel, decoder, opens, busy, silence_s)
 
 
+@dataclass(eq=False)
 class Caller(Generic[Incoming]):
-    """The end that calls."""
+    """The end that calls, with a hint for who gets no answer."""
 
-    def __init__(self, channel: ZmqConnection, decoder: Decoder[Incoming], hint: str) -> None:
-        self._channel = channel
-        self._decoder = decoder
-        self._hint = hint
-        self._last_message_at = time.monotonic()
+    _channel: ZmqConnection
+    _decoder: Decoder[Incoming]
+    _hint: str
+    _last_message_at: float = field(default_factory=time.monotonic)
 
     @property
     def sockets(self) -> Collection[zmq.Socket[bytes]]:
