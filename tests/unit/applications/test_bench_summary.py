@@ -14,7 +14,6 @@ from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import report
 from kvferry.applications.bench.commands import Received, Sent, Way
-from kvferry.applications.bench.drawing import draw
 from kvferry.applications.bench.measure import Measured, Round, Run, combined
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pattern import Checked
@@ -247,7 +246,7 @@ def test_without_a_common_clock_times_run_from_when_the_decode_side_asked():
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
 def test_a_picture_is_drawn(tmp_path: Path, suffix: str):
     file = tmp_path / f"bench{suffix}"
-    draw(summarise(measured()), file)
+    report.draw(summarise(measured()), file)
     assert file.stat().st_size > 1000
     if suffix == ".svg":
         assert file.read_text().startswith("<?xml")
@@ -255,7 +254,7 @@ def test_a_picture_is_drawn(tmp_path: Path, suffix: str):
 
 def test_every_variant_that_went_is_drawn_beside_the_limit(tmp_path: Path):
     file = tmp_path / "bench.svg"
-    draw([*summarise(refused()), *summarise(measured())], file)
+    report.draw([*summarise(refused()), *summarise(measured())], file)
     drawn = file.read_text()
     for label in ("auto", "direct", "synchronous", "bulk write (limit)"):
         assert f"<!-- {label} -->" in drawn
@@ -264,7 +263,7 @@ def test_every_variant_that_went_is_drawn_beside_the_limit(tmp_path: Path):
 
 def test_a_picture_of_nothing_but_refusals_is_drawn(tmp_path: Path):
     refusals = [case for case in summarise(refused()) if case.figures is None]
-    draw(refusals, tmp_path / "bench.png")
+    report.draw(refusals, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").stat().st_size > 1000
 
 

@@ -84,9 +84,7 @@ def run(arguments: BenchArguments, place: Place, *, picture: Path | None, wants_
     else:
         report.show(planned[0], cases, wide_console(), shares_clock=place.shares_clock)
     if picture is not None:
-        from kvferry.applications.bench.drawing import draw
-
-        draw(cases, picture)
+        report.draw(cases, picture)
         if not wants_json:
             typer.echo(f"drawn to {picture}")
     return all_exact(cases)
