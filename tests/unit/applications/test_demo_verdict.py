@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape, Request
 from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Computed, rank_pool
-from kvferry.applications.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided, pages_of_chunk
+from kvferry.applications.demo.ranks import Decoded, Ended, Received, Sent, Undivided, pages_of_chunk
 from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import PrefilledChunk
 from kvferry.applications.demo.reference.specification import ModelSpec
@@ -116,7 +116,7 @@ def run_without_processes(options: DemoOptions) -> Outcome:
                     pool.elements(shard, index)[where] = Computed(caches, 0).of(shard, layer, positions)
                 report = Received(ROOM, placed, ReceiverStats(0.0, 2.0, 4.0, 1))
             ended = Ended(pool.touched_bytes(pool.untaken(), poison), pool)
-            made.reports[RankName(name, 0, coordinates)] = [Described(pool.layout), report, ended]
+            made.reports[RankName(name, 0, coordinates)] = [report, ended]
     first = RankName("decode", 0, options.decode.coordinates[0])
     made.reports[first].append(Decoded(ROOM, [1, 2]))
     made.reports[RankName("undivided")] = [Undivided(ROOM, [1, 2]), Ended()]

@@ -35,14 +35,7 @@ _TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A rank has its model and memory."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Described:
-    """A rank is connected and waits for the start; its layout is for the proof and the picture."""
-
-    layout: RankLayout
+    """A rank is connected and waits for the start."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,7 +88,7 @@ class Crashed:
     details: str
 
 
-Report: TypeAlias = Ready | Described | Sent | Received | Decoded | Undivided | Ended | Crashed
+Report: TypeAlias = Ready | Sent | Received | Decoded | Undivided | Ended | Crashed
 
 
 def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
@@ -132,11 +125,10 @@ def prefill_main(
     model = load_model(options.model)
     seed = f"{options.seed} prefill {engine} {coordinates.engine_rank}"
     pool = rank_pool(options, options.prefill, coordinates, poison=PREFILL_POISON, seed=seed)
-    reports.send(Ready())
     settings = Settings(registry_url=registry_url, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
     name = engine_name(engine)
     with PrefillEndpoint(pool.layout, engine=name, coordinates=coordinates, settings=settings) as endpoint:
-        reports.send(Described(pool.layout))
+        reports.send(Ready())
         reports.recv()
         mine = [request for request in options.requests if request.prefill_engine == engine]
         senders = [(request, endpoint.open(request.room)) for request in mine]
@@ -191,13 +183,12 @@ def decode_main(
     model = load_model(options.model) if is_first else None
     seed = f"{options.seed} decode {engine} {coordinates.engine_rank}"
     pool = rank_pool(options, options.decode, coordinates, poison=DECODE_POISON, seed=seed)
-    reports.send(Ready())
     settings = Settings(registry_url=registry_url, bootstrap_timeout_s=_TIMEOUT_S, transport=options.transport)
     with DecodeEndpoint(pool.layout, engine=f"decode-{engine}", coordinates=coordinates, settings=settings) as endpoint:
         mine = [request for request in options.requests if request.decode_engine == engine]
         for prefill_engine in {request.prefill_engine for request in mine}:
             endpoint.connect(engine_name(prefill_engine), timeout_s=_TIMEOUT_S)
-        reports.send(Described(pool.layout))
+        reports.send(Ready())
         reports.recv()
         rooms: dict[int, tuple[dict[str, TakenPages], Receiver]] = {}
 

@@ -123,10 +123,10 @@ def _start(context: multiprocessing.context.ForkServerContext, options: DemoOpti
     return children
 
 
-def _can_start(children: list[_Child], outcome: Outcome, described: type) -> bool:
+def _can_start(children: list[_Child], outcome: Outcome) -> bool:
     """Whether every rank is connected and the undivided model is through: nothing disturbs the transfers then."""
     return all(
-        child.has_ended or any(isinstance(report, described) for report in outcome.reports[child.name])
+        child.has_ended or any(isinstance(report, ranks.Ready) for report in outcome.reports[child.name])
         for child in children
     )
 
@@ -153,7 +153,7 @@ def _collect(children: list[_Child], on_report: Callable[[RankName, Any], None])
             child.has_ended = isinstance(report, ranks.Ended)
             outcome.reports[child.name].append(report)
             on_report(child.name, report)
-        if not has_started and _can_start(children, outcome, ranks.Described):
+        if not has_started and _can_start(children, outcome):
             has_started = True
             for child in children:
                 if not child.has_ended:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions
 from kvferry.applications.demo.pool import DECODE_POISON
-from kvferry.applications.demo.ranks import Decoded, Described, Ended, Received, Sent, Undivided
+from kvferry.applications.demo.ranks import Decoded, Ended, Received, Sent, Undivided
 from kvferry.applications.demo.run import Outcome, RankName
 from kvferry.layout import RankLayout
 from kvferry.observe.records import busy_s
@@ -162,8 +162,8 @@ def _links(options: DemoOptions, outcome: Outcome) -> dict[tuple[int, int], list
 
 def _layouts(outcome: Outcome, side: str, engine: int) -> dict[int, RankLayout]:
     return {
-        name.coordinates.group_rank: described.layout
-        for name, described in outcome.of(Described, side)
+        name.coordinates.group_rank: outcome.pool(name).layout
+        for name, _ in outcome.of(Ended, side)
         if name.engine == engine
     }
 
