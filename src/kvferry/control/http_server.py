@@ -7,7 +7,6 @@ policies or, when run in a thread, signals.
 from __future__ import annotations
 
 import errno
-import ipaddress
 import socket
 import ssl
 import threading
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING
 from kvferry.control.credentials import bears
 from kvferry.control.http_clients import BACKLOG, Listener
 from kvferry.errors import KVFerryError, SettingsError, UsageError
+from kvferry.hosts import bracketed, is_wildcard
 from kvferry.loggers import logger_of
 from kvferry.open_files import share_of
 
@@ -104,7 +104,10 @@ class HttpServer(ABC):
         Raises:
             UsageError: if the server was not started.
         """
-        return _url(self.address, has_tls=self._tls is not None)
+        host, port = self.address
+        if is_wildcard(host):
+            host = "::1" if ":" in host else "127.0.0.1"
+        return f"{'http' if self._tls is None else 'https'}://{bracketed(host)}:{port}"
 
     def start(self, timeout_s: float = 10.0) -> None:
         """Serves from a daemon thread; returns once requests are answered.
@@ -247,12 +250,3 @@ class _ClosesAfterStrangers:
             await send(message)
 
         await self._app(scope, receive, send if bears(scope.get("headers", ()), self._token) else closing)
-
-
-def _url(address: tuple[str, int], *, has_tls: bool) -> str:
-    host, port = address
-    scheme = "https" if has_tls else "http"
-    ip = ipaddress.ip_address(host.partition("%")[0])
-    if ip.is_unspecified:
-        host = "127.0.0.1" if ip.version == 4 else "::1"
-    return f"{scheme}://{host}:{port}" if ip.version == 4 else f"{scheme}://[{host}]:{port}"
