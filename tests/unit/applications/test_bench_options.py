@@ -109,7 +109,7 @@ def test_the_estimate_is_what_is_allocated(changes: dict[str, Any]):
         for coordinates in side.coordinates:
             estimated = pool_bytes(shape, side, coordinates)
             pool = Pool(shape, side, coordinates, allocate(estimated, shape.device))
-            assert pool.host.nbytes == estimated
+            assert pool.memory.host.nbytes == estimated
             regions = pool.layout.regions()
             assert min(region.address for region in regions) == pool.storage.address
             assert 0 <= pool.storage.region.stop - max(region.stop for region in regions) < 4096

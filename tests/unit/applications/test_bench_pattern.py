@@ -12,7 +12,7 @@ from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import pattern
 from kvferry.applications.bench.options import BenchOptions, checked_device
-from kvferry.applications.bench.pool import Pool, Storage, allocate, pool_bytes
+from kvferry.applications.bench.pool import Pool, allocate, pool_bytes
 from kvferry.layout import (
     Axis,
     Component,
@@ -35,7 +35,7 @@ def made(shape: BenchOptions, rank: RankCoordinates) -> Pool:
 def written(shape: BenchOptions, pool: Pool | None = None) -> Pool:
     """The pool of the only decode rank, as a perfect transfer leaves it."""
     pool = pool or made(shape, shape.decode.coordinates[0])
-    pool.fetch()  # pages of no request are poison in a device's memory, and here in the copy of it
+    pool.memory.fetch()  # pages of no request are poison in a device's memory, and here in the copy of it
     pattern.write(pool, shape)
     return pool
 
@@ -58,7 +58,7 @@ def test_what_was_written_is_found_and_nothing_else(changes: dict[str, Any], tok
     request_bytes = tokens * 4 * 2 * 4 * 64 * 2
     assert checked.wrong_bytes == 0
     assert checked.checked_bytes > shape.requests * request_bytes
-    pool.poison()
+    pool.memory.fill(POISON)
     assert wrong_bytes(pool, shape) > 0.99 * shape.requests * request_bytes
 
 
@@ -71,9 +71,9 @@ def test_every_single_wrong_byte_is_seen():
     ]
     assert len(places) == 4 * 2 * 3 * 2 * 4 * 64 * 2  # with a page of no request
     for place in np.random.default_rng(0).permutation(places)[:400]:
-        pool.host[place] ^= 0x10
+        pool.memory.host[place] ^= 0x10
         assert wrong_bytes(pool, shape) == 1
-        pool.host[place] ^= 0x10
+        pool.memory.host[place] ^= 0x10
 
 
 def test_the_first_wrong_byte_is_named():
@@ -153,10 +153,10 @@ def test_states_and_windows_and_odd_widths_are_checked():
 def test_several_threads_find_and_write_the_same():
     shape = options(requests=3)
     pool = written(shape)
-    alone = pool.host.copy()
-    pool.poison()
+    alone = pool.memory.host.copy()
+    pool.memory.fill(POISON)
     pattern.write(pool, shape, threads=4)
-    assert np.array_equal(pool.host, alone)
+    assert np.array_equal(pool.memory.host, alone)
     pattern.damage(pool, shape)
     assert pattern.check(pool, shape, threads=4) == pattern.check(pool, shape)
 
@@ -183,7 +183,7 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     shape = options()
     rank = shape.decode.coordinates[0]
     size = pool_bytes(shape, shape.decode, rank)
-    storage = Storage(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
+    storage = allocate(size + 8192, Device(), "cpu")  # torch knows main memory as a device, too
     pool = Pool(shape, shape.decode, rank, storage)
     assert storage.tensor is not None
     on_device = storage.tensor.numpy()
@@ -191,19 +191,19 @@ def test_memory_of_a_device_is_filled_and_checked_by_way_of_a_copy():
     assert storage.address % 4096 == 0
     assert (on_device[:size] == POISON).all()
     written(shape, pool)
-    assert np.array_equal(on_device[:size], pool.host)
-    pool.host.fill(0)
-    pool.fetch()
+    assert np.array_equal(on_device[:size], pool.memory.host)
+    pool.memory.host.fill(0)
+    pool.memory.fetch()
     assert wrong_bytes(pool, shape) == 0
     for region in pool.layout.regions():
         assert storage.address <= region.address < region.stop <= storage.address + size
-    pool.poison()
-    pool.fetch()
+    pool.memory.fill(POISON)
+    pool.memory.fetch()
     assert wrong_bytes(pool, shape) > 0
     pattern.write(pool, shape)
     storage.tensor[: size // 2].fill_(1)  # as a transfer would
     assert wrong_bytes(pool, shape) == 0  # what is here is a copy from before
-    pool.fetch()
+    pool.memory.fetch()
     assert wrong_bytes(pool, shape) > 0
     assert storage.copy_seconds(4096) > 0
     assert torch.equal(storage.tensor[-4096:], storage.tensor[:4096])
@@ -217,8 +217,8 @@ def test_memory_of_a_gpu_is_filled_and_checked_by_way_of_a_copy():
     shape = replace(options(), device=checked_device("cuda"))
     pool = written(shape)
     assert {shard.device for shard in pool.layout.shards} == {shape.device}
-    pool.fetch()
+    pool.memory.fetch()
     assert wrong_bytes(pool, shape) == 0
-    pool.poison()
-    pool.fetch()
+    pool.memory.fill(POISON)
+    pool.memory.fetch()
     assert wrong_bytes(pool, shape) > 0

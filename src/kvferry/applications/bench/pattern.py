@@ -54,7 +54,7 @@ def write(pool: Pool, options: BenchOptions, *, threads: int = 1) -> None:
 
     with ThreadPoolExecutor(threads) as executor:
         list(executor.map(write_part, _parts(pool, options)))
-    pool.push()
+    pool.memory.push()
 
 
 def check(pool: Pool, options: BenchOptions, *, passes: int = 1, threads: int = 1) -> Checked:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -36,58 +37,51 @@ if TYPE_CHECKING:
     import torch
 
 
+@dataclass(frozen=True, eq=False)
 class Storage:
-    """Memory that transfers read or write.
+    """Memory that transfers read or write. See `allocate`.
 
     Attributes:
         device: where it is.
         host: its bytes as this process sees them: themselves, or a copy. See `push` and `fetch`.
-        tensor: the memory, where torch has it; `host` is a copy of it then.
         address: of the first byte, aligned.
+        tensor: the memory, where torch has it; `host` is a copy of it then.
     """
 
-    def __init__(self, num_bytes: int, device: Device, torch_device: str | None = None) -> None:
-        """Allocates it.
-
-        Args:
-            torch_device: what torch calls the device; None for main memory.
-        """
-        self.device = device
-        self.host = aligned_bytes(num_bytes)
-        self.tensor: torch.Tensor | None = None
-        self.address = self.host.ctypes.data
-        if torch_device is not None:
-            import torch
-
-            self._copy = torch.from_numpy(self.host)
-            whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=torch_device)
-            skipped = -whole.data_ptr() % ALIGNMENT
-            self.tensor = whole[skipped : skipped + num_bytes]
-            self.address = self.tensor.data_ptr()
+    device: Device
+    host: NDArray[np.uint8]
+    address: int
+    tensor: torch.Tensor | None = None
 
     @property
     def region(self) -> Region:
         """All of it."""
         return Region(self.address, self.host.nbytes)
 
-    def fill(self, value: int, num_bytes: int) -> None:
-        """Overwrites so many bytes."""
+    def first(self, num_bytes: int) -> Storage:
+        """Its first part."""
+        return replace(
+            self, host=self.host[:num_bytes], tensor=None if self.tensor is None else self.tensor[:num_bytes]
+        )
+
+    def fill(self, value: int) -> None:
+        """Overwrites all of it."""
         if self.tensor is None:
-            self.host[:num_bytes].fill(value)
+            self.host.fill(value)
         else:
-            self.tensor[:num_bytes].fill_(value)
+            self.tensor.fill_(value)
             self._finish()
 
-    def push(self, num_bytes: int) -> None:
-        """Makes so many bytes of the memory what `host` has."""
+    def push(self) -> None:
+        """Makes the memory what `host` is."""
         if self.tensor is not None:
-            self.tensor[:num_bytes].copy_(self._copy[:num_bytes])
+            self.tensor.copy_(_as_tensor(self.host))
             self._finish()
 
-    def fetch(self, num_bytes: int) -> None:
-        """Makes so many bytes of `host` what the memory has."""
+    def fetch(self) -> None:
+        """Makes `host` what the memory is."""
         if self.tensor is not None:
-            self._copy[:num_bytes].copy_(self.tensor[:num_bytes])
+            _as_tensor(self.host).copy_(self.tensor)
             self._finish()
 
     def copy_seconds(self, num_bytes: int) -> float:
@@ -108,9 +102,27 @@ class Storage:
             torch.cuda.synchronize(self.tensor.device)
 
 
-def allocate(num_bytes: int, device: Device) -> Storage:
-    """Memory on a device; its first byte is aligned."""
-    return Storage(num_bytes, device, f"cuda:{device.index}" if device.kind is MemoryKind.VRAM else None)
+def _as_tensor(host: NDArray[np.uint8]) -> torch.Tensor:
+    import torch
+
+    return torch.from_numpy(host)
+
+
+def allocate(num_bytes: int, device: Device, torch_device: str | None = None) -> Storage:
+    """Memory on a device; its first byte is aligned.
+
+    Args:
+        torch_device: what torch calls the device; None for a GPU that it calls cuda, and for main memory.
+    """
+    host = aligned_bytes(num_bytes)
+    if torch_device is None and device.kind is not MemoryKind.VRAM:
+        return Storage(device, host, host.ctypes.data)
+    import torch
+
+    whole = torch.empty(num_bytes + ALIGNMENT, dtype=torch.uint8, device=torch_device or f"cuda:{device.index}")
+    skipped = -whole.data_ptr() % ALIGNMENT
+    tensor = whole[skipped : skipped + num_bytes]
+    return Storage(device, host, tensor.data_ptr(), tensor)
 
 
 _GUARD = 8
@@ -170,34 +182,17 @@ class Pool(pools.Pool):
     Which pages a request has is what a case is about: the same ones in every run, side by side or scattered.
 
     Attributes:
-        storage: where its bytes are.
-        num_bytes: how many of the storage's.
+        storage: what the rank has.
+        memory: the part of it that this is.
         requests: the pages that each has, by group.
     """
 
     def __init__(self, options: BenchOptions, side: Side, coordinates: RankCoordinates, storage: Storage) -> None:
         """Touches everything: afterwards every byte is poison."""
         self.storage = storage
-        self.num_bytes = pool_bytes(options, side, coordinates)
+        self.memory = storage.first(pool_bytes(options, side, coordinates))
         layout = placed(_virtual_layout(options, side, coordinates), storage.address)
         seed = f"{side.name} {coordinates.engine_rank}" if options.is_scattered else None
-        super().__init__(layout, coordinates, blocks=[Block(storage.address, self.host)], seed=seed)
-        self.poison()
+        super().__init__(layout, coordinates, blocks=[Block(storage.address, self.memory.host)], seed=seed)
+        self.memory.fill(POISON)
         self.requests = [self.pages_for(options.tokens) for _ in range(options.requests)]
-
-    @property
-    def host(self) -> NDArray[np.uint8]:
-        """Its bytes as this process sees them; see `Storage`."""
-        return self.storage.host[: self.num_bytes]
-
-    def poison(self) -> None:
-        """Overwrites everything."""
-        self.storage.fill(POISON, self.num_bytes)
-
-    def push(self) -> None:
-        """Makes the memory what `host` is."""
-        self.storage.push(self.num_bytes)
-
-    def fetch(self) -> None:
-        """Makes `host` what the memory is."""
-        self.storage.fetch(self.num_bytes)

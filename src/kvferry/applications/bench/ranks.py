@@ -27,6 +27,7 @@ from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import Interval, RankCoordinates
 from kvferry.plan.requests.page_numbers import GroupPages
+from kvferry.pools.pool import POISON
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
 from kvferry.transport import Transport
@@ -325,7 +326,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
             case commands.Transfer(timeout_s):
                 return self._receive(timeout_s)
             case commands.Check():
-                self._pool.fetch()
+                self._pool.memory.fetch()
                 if self._options.plant_wrong_byte:
                     pattern.damage(self._pool, self._options)
                 passes = self._opened.passes
@@ -349,7 +350,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
         return endpoint, registry_url
 
     def _open(self, command: commands.Open) -> None:
-        self._pool.poison()
+        self._pool.memory.fill(POISON)
         super()._open(command)
 
     def _open_room(self, endpoint: DecodeEndpoint, number: int, room: int) -> Receiver:

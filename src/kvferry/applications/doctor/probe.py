@@ -138,11 +138,11 @@ def _serve(
             answer: ToWriter
             if isinstance(message, Hello):
                 value = value % 255 + 1
-                memory.fill(0, MEMORY_BYTES)
+                memory.fill(0)
                 answer = Ready(__version__, transport.metadata(), memory.address, value, transport.name)
                 tell("a doctor writes")
             else:
-                memory.fetch(message.num_bytes)
+                memory.fetch()
                 answer = Seen(bool((memory.host[: message.num_bytes] == value).all()))
                 tell("every byte is right" if answer.is_right else "not every byte is right")
             with suppress(PeerDisconnectedError):
@@ -240,7 +240,7 @@ def measure(target: Ready, is_right: Callable[[int], bool], device: Device) -> M
         IncompatiblePeerError: if the doctor has another transport.
     """
     memory = allocate(MEMORY_BYTES, device)
-    memory.fill(target.value, MEMORY_BYTES)
+    memory.fill(target.value)
     source = memory.region
     transport = create_transport(Settings(), f"kvferry-doctor-sender-{time.time_ns():x}")
     if target.transport != transport.name:
