@@ -246,9 +246,8 @@ class Several:
     def __init__(self, run: Callable[[Sequence[Step]], int]) -> None:
         self.runs: list[list[int]] = []
         self.ring = SharedRing(3 * CHUNK)
-        memory = StagingMemory(Region(0, 3 * CHUNK), Device(), None)
+        memory = StagingMemory(Region(0, 12 * CHUNK), Device(), None)  # of which one receiver gets a quarter
         self.memory = SourceMemory(CHUNK, memory, lambda: None)
-        self.memory._most_for_one = 3
         self.void: list[SpanReleased] = []
         self.watched: list[StagedPart] = []
 
@@ -279,7 +278,8 @@ class Several:
         self.line.post_next(cast(Any, worker))
 
     def free_slots(self) -> int:
-        return sum(self.memory.take_now("d1", 0.0) is not None for _ in range(4))
+        """How many the receiver may have beside those that are kept for it."""
+        return sum(self.memory.take_now("d0", 0.0) is not None for _ in range(4))
 
 
 def posted(steps: Sequence[Step]) -> None:
