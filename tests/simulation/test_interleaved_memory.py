@@ -149,9 +149,6 @@ def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
     explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
-RUNS: Any = SimpleNamespace(most_steps=1, run=lambda steps, receiver, comings: len(steps))
-
-
 class Parts:
     """A staged write of so many sub-chunks, each of which fills the ring."""
 
@@ -170,12 +167,10 @@ class Parts:
     def is_through(self) -> bool:
         return False
 
-    error = None
-
-    def prepare(self, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None) -> Any:
+    def post(self, slot: Slot, span: Span, worker: Any, *, ready_at: float | None) -> Any:
         self.posted.append(span)
-        memory.give_back(slot)
-        return SimpleNamespace(write=self, step=None, result=None, begun=lambda worker: None)
+        worker.memory.give_back(slot)
+        return SimpleNamespace(result=None)
 
 
 def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tier: Tier):
@@ -192,11 +187,11 @@ def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tie
             receiver="d0",
             context=SimpleNamespace(now=lambda: 0.0, observer=Observer()),
             room=SimpleNamespace(post=post),
-            staged=StagedPath(PeerMemory(0, 1, ring), NOTHING, RUNS, NOTHING, CHUNK),
+            staged=StagedPath(PeerMemory(0, 1, ring), NOTHING, NOTHING, CHUNK),
         )
         writes, parts = StagedWrites(target), Parts(3)
         writes.writes[0] = cast(Any, parts)
-        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: None)
+        worker: Any = SimpleNamespace(memory=memory, watch=lambda part: None)
         writes.wake()
 
         def take_turns() -> None:
