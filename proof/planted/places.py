@@ -34,12 +34,11 @@ def place_of(fault: PlantedFault, package: Path) -> Place:
         package: the folder below which its file is, or was.
 
     Raises:
-        LookupError: if its line is nowhere, or in several places of which none is in its file.
+        LookupError: if its line is nowhere, or in several places.
     """
-    own = package / fault.file
-    others = [file for file in sorted(package.rglob(f"*{own.suffix}")) if file != own]
-    for files in ([own] if own.exists() else [], others):
-        texts = {file: file.read_text() for file in files}
+    # Few have moved: the whole package is read for those alone.
+    for pattern in (fault.file, f"**/*{Path(fault.file).suffix}"):
+        texts = {file: file.read_text() for file in sorted(package.glob(pattern))}
         for shift in _SHIFTS:
             right = _shifted(fault.right, shift)
             found = {file: text for file, text in texts.items() if right in text}
