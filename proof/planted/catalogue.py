@@ -477,6 +477,13 @@ CATALOGUE = (
         "tests/unit/endpoint/test_watching.py",
     ),
     PlantedFault(
+        "a decode rank closes, and what its last words say may be lost",
+        "endpoint/decode/links.py",
+        "            self.send_all(link.resend())\n",
+        "            pass\n",
+        "tests/unit/endpoint/test_checksums.py",
+    ),
+    PlantedFault(
         "without a proof in reach bytes go directly",
         "endpoint/prefill/paths.py",
         "if forced is None and message.staging.unproven:",

@@ -37,6 +37,7 @@ class Adversary:
         broken_off: prefill and decode processes between which a write failed: to connect anew takes them longer.
         kept_until: until when a decode rank's ring may be kept, on either side, for what a failed write of a prefill
             rank had sent, or the two may not have connected anew, by the two processes: others have no space till then.
+        lost_at: when a message last failed to be sent.
         unwell_until: until when peers may take each other for lost that are not, or may not find each other.
     """
 
@@ -52,6 +53,7 @@ class Adversary:
         self.held: dict[SimulatedHandle, float] = {}
         self.in_sockets: set[SimulatedHandle] = set()
         self.lines_heal: dict[Line, float] = {}
+        self.lost_at = 0.0
         self.unwell_until = 0.0
         self.broken_off: set[tuple[Process, Process]] = set()
         self.kept_until: dict[tuple[Process, Process], float] = {}
@@ -80,6 +82,7 @@ class Adversary:
         """Whether a message cannot be sent, since its queue is full."""
         if not self.strikes("send fails"):
             return False
+        self.lost_at = self._world.now
         self.excuse_all("sending failed")
         self.upset_until(self._world.now + WAITS.peer_s + RECOVERY_S)  # a heartbeat may be lost, and others with it
         return True

@@ -349,7 +349,7 @@ class Inspector:
                 continue
             since, longest_s = side.held_since, side.longest_s
             if transfer.state is TransferState.FAILED:
-                since = max(since, self._all_in_reach_since)
+                since = max(since, self._all_in_reach_since, self._adversary.lost_at)
             if self._world.now - since > longest_s and not self._is_kept_by_right(side):
                 raise ViolationError(
                     Law.GIVES_BACK,

@@ -654,23 +654,46 @@ def test_what_a_broken_connection_has_lost_is_sent_again_and_counts_once(
     requests = pair(ATTENTION, Shape(tp=2), Shape(), checksums=True, heartbeat_interval_s=0.1, peer_timeout_s=5.0)
     requests.connect()
     driver = probe(requests.prefill.endpoints[1]).driver
-    right, verified = driver.answers.take_numbered, driver.rooms.verified
-    lost: list[messages.Numbered] = []
+    verified = driver.rooms.verified
+    lost = lose_the_first_verified(driver, monkeypatch)
     taken: list[int] = []
-
-    def lose_the_first(identity: str, message: messages.Numbered) -> None:
-        if isinstance(codec.decode_numbered_to_prefill(message.body), messages.RoomVerified) and not lost:
-            lost.append(message)
-        else:
-            right(identity, message)
 
     def counted(identity: str, message: messages.RoomVerified) -> None:
         taken.append(message.room)
         verified(identity, message)
 
-    monkeypatch.setattr(driver.answers, "take_numbered", lose_the_first)
     monkeypatch.setattr(driver.rooms, "verified", counted)
     submitted(requests, 1).wait()
     assert lost
     requests.run(2)
     assert taken == [1, 2]
+
+
+def test_a_decode_rank_that_closes_sends_again_what_may_be_lost(
+    pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch
+):
+    """Else the prefill side hears of the close first, and calls failed what has arrived, verified."""
+    requests = pair(ATTENTION, checksums=True, heartbeat_interval_s=5.0)
+    requests.connect()
+    lost = lose_the_first_verified(probe(requests.prefill.endpoints[0]).driver, monkeypatch)
+    request = submitted(requests, 1)
+    request.receivers[0].wait(WAIT_S)
+    eventually("the prefill side has not heard of it", lambda: bool(lost))
+    assert request.senders[0].state is S.TRANSFERRING
+    requests.decode.endpoints[0].close()
+    request.senders[0].wait(WAIT_S)
+
+
+def lose_the_first_verified(driver: Any, monkeypatch: pytest.MonkeyPatch) -> list[messages.Numbered]:
+    """Has a prefill rank never get the first word that a room was verified; returns what is lost."""
+    right = driver.answers.take_numbered
+    lost: list[messages.Numbered] = []
+
+    def lose(identity: str, message: messages.Numbered) -> None:
+        if isinstance(codec.decode_numbered_to_prefill(message.body), messages.RoomVerified) and not lost:
+            lost.append(message)
+        else:
+            right(identity, message)
+
+    monkeypatch.setattr(driver.answers, "take_numbered", lose)
+    return lost

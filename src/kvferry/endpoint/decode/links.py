@@ -438,6 +438,8 @@ class Links:
         ready = [link for link in self.current if link.state is LinkState.READY]
         unused = set(ready) - set(self._with_rooms)
         self.quarantine.keep_for_good({peer.endpoint for link in unused for peer in link.peers})
+        for link in ready:
+            self.send_all(link.resend())
         self.connections.close()
         for caller in list(self.callers):
             if not caller.ready.done():

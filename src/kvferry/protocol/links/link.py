@@ -334,6 +334,11 @@ class Link:
         sends = self.ask(now)
         return [*sends, *self._at[address].broke()] if self.state is LinkState.READY else sends
 
+    def resend(self) -> list[Send]:
+        """Sends again what was not acknowledged, before a close that no rank hears anything after."""
+        channels = [(rank, rank.channel) for rank in self.ranks.values() if rank.channel is not None]
+        return [rank.send(each) for rank, channel in channels for each in channel.resend()]
+
     def rank_of(self, endpoint: str) -> int | None:
         """Returns the engine rank of an endpoint; None if it is not one of the group's."""
         return next((number for number, rank in list(self.ranks.items()) if rank.endpoint == endpoint), None)

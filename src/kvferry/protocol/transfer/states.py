@@ -229,7 +229,8 @@ HOLDINGS: Sequence[Holding] = (
         "every prefill rank that writes to pages directly has reported that it is drained, was closed, or has ended "
         "as a process, and nothing is being scattered",
         ("write_s", "peer_s", "heartbeat_s", "heartbeat_s", "quarantine_s"),
-        unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that. "
+        unless="such a rank is frozen or cut off: it may write when it is back, and there is no fence against that; or "
+        "messages are lost: the time counts from the last of them. "
         "With staged transfers alone nobody but this rank writes to its pages, and they come back at once",
     ),
     Holding(
