@@ -118,6 +118,7 @@ def register() -> None:
 
     from kvferry.endpoint import DecodeEndpoint, Sender
     from kvferry.engines.layer_ranges import LayerRanges
+    from kvferry.engines.sglang.manager import RoomNumbers
     from kvferry.engines.sglang.metadata_rows import MetadataRows
     from kvferry.engines.sglang.sender import KVFerrySender
 
@@ -130,7 +131,7 @@ def register() -> None:
     def fault() -> str:
         return (directory / "fault").read_text()
 
-    submit, open_room, read = Sender.submit, DecodeEndpoint.open, MetadataRows.read
+    submit, open_room, read, take = Sender.submit, DecodeEndpoint.open, MetadataRows.read, RoomNumbers.take
     pop, before_layer = KVFerrySender.pop_decode_prefix_len, LayerRanges.before
 
     def submitting(sender: Any, pages: Mapping[str, Any], **more: Any) -> None:
@@ -151,6 +152,12 @@ def register() -> None:
     def opening(endpoint: Any, room: int, pages: Any, **more: Any) -> Any:
         note("asked", room=room, pages=len(pages["kv"].pages), prefix_tokens=more["prefix_tokens"])
         return open_room(endpoint, room, pages, **more)
+
+    def taking(numbers: Any, room: int, request: Any) -> int:
+        number = take(numbers, room, request)
+        if number != room:
+            note("in use", room=room)
+        return number
 
     def reading(rows: MetadataRows, index: int) -> bytes:
         aux = read(rows, index)
@@ -174,4 +181,5 @@ def register() -> None:
     LayerRanges.before = before  # type: ignore[method-assign, assignment]
     Sender.submit = submitting  # type: ignore[method-assign, assignment]
     DecodeEndpoint.open = opening  # type: ignore[method-assign, assignment]
+    RoomNumbers.take = taking  # type: ignore[method-assign, assignment]
     MetadataRows.read = reading  # type: ignore[method-assign, assignment]
