@@ -220,6 +220,48 @@ CATALOGUE = (
         "tests/unit/staging/test_host_kernels.py",
     ),
     PlantedFault(
+        "a receiver is told of a sub-chunk while a slice of it is on its way",
+        "staging/blocks.c",
+        "if (at + length == step->length && !step->num_handles) {",
+        "if (at + length == step->length) {",
+        "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "a slice is gathered over one that is on its way",
+        "staging/blocks.c",
+        "return step->packed + (step->num_handles ? at : 0);",
+        "return step->packed + 0 * at;",
+        "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "a run goes on beside whoever is due before",
+        "staging/blocks.c",
+        "while (begun < count && (!begun || *comings == seen)) {",
+        "while (begun < count && (!begun || seen >= 0 || *comings == seen)) {",
+        "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "a run goes on after a post that failed",
+        "staging/blocks.c",
+        "if (!run_step(wire, options, step, slice_bytes)) break;",
+        "if (!run_step(wire, options, step, slice_bytes)) continue;",
+        "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "what was prepared of a room that is given up keeps its memory",
+        "endpoint/prefill/staged_writes.py",
+        "            self._prepared.remove(part)\n            part.drop(None)\n",
+        "            self._prepared.remove(part)\n",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "whoever takes memory and does not wait passes those who are due before",
+        "staging/rings.py",
+        "is_first = self._first_before((due_at, sys.maxsize)) is None",
+        "is_first = True",
+        "tests/unit/staging/test_rings.py",
+    ),
+    PlantedFault(
         "compiled code of another source is taken",
         "staging/host.py",
         'if crc32() != zlib.crc32(library.with_suffix(".c").read_bytes()):',
@@ -1490,22 +1532,11 @@ CATALOGUE = (
         "a room that waits for memory takes itself for awake until its turn ends",
         "endpoint/prefill/staged_writes.py",
         "        self._is_awake = False\n"
-        "        write, memory = self._next, worker.memory\n"
-        "        if write is None:\n"
-        "            self._stop_waiting()  # those queued behind must not wait for this one\n"
+        "        if not self._prepared and not self._prepare_first(worker):\n"
+        "            return\n",
+        "        if not self._prepared and not self._prepare_first(worker):\n"
+        "            self._is_awake = False\n"
         "            return\n"
-        "        # The receiver's memory first: while it is held, only writes to this receiver are held up.\n"
-        "        if self._span is None:\n"
-        "            self._span = self._reserve(write)\n"
-        "        slot = self._take_slot(memory) if self._span is not None else None\n",
-        "        write, memory = self._next, worker.memory\n"
-        "        if write is None:\n"
-        "            self._stop_waiting()  # those queued behind must not wait for this one\n"
-        "            return\n"
-        "        # The receiver's memory first: while it is held, only writes to this receiver are held up.\n"
-        "        if self._span is None:\n"
-        "            self._span = self._reserve(write)\n"
-        "        slot = self._take_slot(memory) if self._span is not None else None\n"
         "        self._is_awake = False\n",
         "tests/simulation/test_interleaved_memory.py",
     ),

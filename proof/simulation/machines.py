@@ -30,6 +30,7 @@ from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.kernels import StartArray, array_at, spread
+from kvferry.staging.runs import Runs
 from kvferry.staging.sharing import MappedCopies
 from kvferry.transport import TransferHandle, Transport
 from proof.made_up_resources import MadeUpResources
@@ -101,15 +102,22 @@ class PlainKernels(Kernels):
 class SimulatedResources(MadeUpResources):
     """Memory that is there, and copies that take no time."""
 
-    def __init__(self, chance: random.Random, copying_fails: Callable[[], Exception | None]) -> None:
+    def __init__(
+        self, chance: random.Random, copying_fails: Callable[[], Exception | None], *, most_steps: int
+    ) -> None:
         """Makes resources without any memory taken.
 
         Args:
             chance: decides what is left to chance.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
+            most_steps: of a run.
         """
         self._chance = chance
         self._copying_fails = copying_fails
+        self._most_steps = most_steps
+
+    def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
+        return Runs(kernels, transport, now, most_steps=self._most_steps)
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return PlainKernels(self._copying_fails)
@@ -309,6 +317,7 @@ class SimulatedPlatform(Platform):
         copying_fails: Callable[[], Exception | None],
         measuring: Callable[[Callable[[], TransferHandle]], None] = lambda _: None,
         versions: Versions = SPOKEN,
+        most_steps: int = 1,
     ) -> None:
         """Makes the process, on a machine of the world.
 
@@ -325,6 +334,7 @@ class SimulatedPlatform(Platform):
             measuring: called where the wire to a peer is measured, with what posts a write into its ring; may raise
                 what measuring may.
             versions: which versions of the protocol it speaks.
+            most_steps: how many sub-chunks a run gathers and posts at most.
         """
         self._measuring = measuring
         self.name = machine
@@ -332,7 +342,7 @@ class SimulatedPlatform(Platform):
         self.process = ProcessIdentity(machine=machine, pid=pid, started=pid, pod=pod)
         self._pods = pods
         self._see = see
-        self.staging = SimulatedResources(chance, copying_fails)
+        self.staging = SimulatedResources(chance, copying_fails, most_steps=most_steps)
         self.threads: list[Thread] = []
         self.executors: list[SimulatedExecutor] = []
         self.keeper: SimulatedKeeper | None = None

@@ -149,6 +149,9 @@ def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
     explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
+RUNS: Any = SimpleNamespace(most_steps=1, run=lambda steps, receiver, comings: len(steps))
+
+
 class Parts:
     """A staged write of so many sub-chunks, each of which fills the ring."""
 
@@ -167,10 +170,12 @@ class Parts:
     def is_through(self) -> bool:
         return False
 
-    def post(self, slot: Slot, span: Span, worker: Any, *, ready_at: float | None) -> Any:
+    error = None
+
+    def prepare(self, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None) -> Any:
         self.posted.append(span)
-        worker.memory.give_back(slot)
-        return SimpleNamespace(result=None)
+        memory.give_back(slot)
+        return SimpleNamespace(write=self, step=None, result=None, begun=lambda worker: None)
 
 
 def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tier: Tier):
@@ -187,11 +192,11 @@ def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tie
             receiver="d0",
             context=SimpleNamespace(now=lambda: 0.0, observer=Observer()),
             room=SimpleNamespace(post=post),
-            staged=StagedPath(PeerMemory(0, 1, ring), NOTHING, NOTHING, CHUNK),
+            staged=StagedPath(PeerMemory(0, 1, ring), NOTHING, RUNS, NOTHING, CHUNK),
         )
         writes, parts = StagedWrites(target), Parts(3)
         writes.writes[0] = cast(Any, parts)
-        worker: Any = SimpleNamespace(memory=memory, watch=lambda part: None)
+        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: None)
         writes.wake()
 
         def take_turns() -> None:

@@ -18,17 +18,19 @@ from kvferry.staging.rings import Span
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Gathered:
-    """A sub-chunk in staging memory.
+    """A sub-chunk in staging memory, or to be gathered there.
 
     Attributes:
         notification: travels behind it.
         cache_bytes: bytes of the cache that it carries.
         runs: how many blocks they were gathered from.
+        blocks: what is still to be gathered; empty if it was.
     """
 
     notification: messages.StagedArrived
     cache_bytes: int
     runs: int
+    blocks: Sequence[PackedBlocks]
 
 
 class Gathering:
@@ -50,6 +52,7 @@ class Gathering:
         chunk_bytes: int,
         writer: int,
         is_digested: bool = False,
+        is_put_off: bool = False,
     ) -> None:
         """Begins with the first sub-chunk.
 
@@ -62,6 +65,7 @@ class Gathering:
             chunk_bytes: the size of a sub-chunk.
             writer: this rank's engine rank.
             is_digested: whether the receiver requested digests.
+            is_put_off: whether others gather what is not digested.
         """
         self._room = room
         self.command = command
@@ -69,8 +73,10 @@ class Gathering:
         self._kernels = kernels
         self._writer = writer
         self._rest, ahead = tee(sub_chunks(moved_blocks(elected, command.moves, packed), chunk_bytes))
+        self._is_put_off = is_put_off and not is_digested
         # Digests are made segment by segment, and nothing is looked at ahead.
-        self._gathers = None if is_digested else kernels.gathers(self._placed(chunk) for chunk in ahead)
+        is_ahead = not (is_digested or is_put_off)
+        self._gathers = kernels.gathers(self._placed(chunk) for chunk in ahead) if is_ahead else None
         self._next = next(self._rest, None)
         self._gathered = 0
         self.units: dict[tuple[int, int, int], bytes] = {}  # as they travel: those of layer after layer are the same
@@ -81,7 +87,7 @@ class Gathering:
         return None if self._next is None else self._next.num_bytes
 
     def gather(self, address: int, span: Span, *, epoch: int) -> Gathered:
-        """Gathers the next sub-chunk.
+        """Gathers the next sub-chunk, or says what is to be gathered.
 
         Args:
             address: where to, as many bytes as it has.
@@ -91,7 +97,8 @@ class Gathering:
         chunk = self._next
         assert chunk is not None
         self._next = next(self._rest, None)
-        digests = self._pack(chunk, address)
+        blocks = self._placed(chunk) if self._is_put_off else ()
+        digests = self._pack(chunk, address) if not blocks else [None] * len(chunk.segments)
         segments = tuple(
             messages.StagedSegment(
                 segment.piece, segment.first_base, segment.stop_base, self._units_of(segment), digest
@@ -117,6 +124,7 @@ class Gathering:
             notification,
             sum(segment.num_bytes for segment in chunk.segments),
             sum(segment.num_blocks for segment in chunk.segments),
+            blocks,
         )
 
     def _pack(self, chunk: SubChunk, address: int) -> list[messages.Digests | None]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.kernels import AddressRange, Kernels, StartArray, array_at
+from kvferry.staging.kernels import AddressRange, Kernels, PackedBlocks, StartArray, array_at
 
 CopyBlocks = Callable[[StartArray, BlockShape, int, bool], None]
 """Copies blocks, given where they begin and their shape, to an address where they are packed; or back, if False."""
@@ -40,6 +40,16 @@ class HostKernels(Kernels):
         """
         self._range = AddressRange.over(regions)
         self._copy = copy
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code copies."""
+        return self._copy is not interpreted
+
+    def check_all(self, blocks: Sequence[PackedBlocks]) -> None:
+        """Checks blocks as `gather` does, and copies nothing; raises as that does."""
+        for each in blocks:
+            self._range.check(each.starts, each.shape)
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
         self._range.check(starts, shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle, islice
 
 import numpy as np
@@ -14,9 +14,13 @@ from kvferry.errors import SettingsError
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import BlockShape, PackedSide, Starts
 from kvferry.staging.choice import bind_thread, kernels_for, mapped_copies
+from kvferry.staging.compiled_runs import CompiledRuns
+from kvferry.staging.host import HostKernels
 from kvferry.staging.kernels import Kernels, StartArray
 from kvferry.staging.memory import StagingMemory, allocate, why_not_mapped
+from kvferry.staging.runs import Runs
 from kvferry.staging.sharing import MappedCopies
+from kvferry.transport import Transport
 
 _BUDGET_S = 1e-3
 _MOST_TIMES = 5
@@ -90,6 +94,10 @@ class StagingResources(ABC):
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         """Makes kernels, as `choice.kernels_for`."""
 
+    def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
+        """Makes what gathers and writes sub-chunks, given the time in seconds of a steady clock."""
+        return Runs(kernels, transport, now)
+
     @abstractmethod
     def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
         """Takes staging memory, as `memory.allocate`."""
@@ -120,6 +128,11 @@ class MachineResources(StagingResources):
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return kernels_for(regions, device)
+
+    def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
+        if not isinstance(kernels, HostKernels) or not kernels.is_compiled:
+            return super().runs(kernels, transport, now)
+        return CompiledRuns(kernels, transport, now)
 
     def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
         return allocate(num_bytes, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -78,6 +79,12 @@ class WaitQueue(Generic[Need, Grant]):
         if (grant is not None or was_next) and following is not None and following is not waiter:
             following.wake()
         return grant
+
+    def take_now(self, need: Need, due_at: float) -> Grant | None:
+        """Takes what is needed if it is free and nobody waits who is due before, or then; and does not wait for it."""
+        with self.lock:
+            is_first = self._first_before((due_at, sys.maxsize)) is None
+            return self._grant(need) if is_first and self._is_free(need) else None
 
     def withdraw(self, waiter: Waiter) -> None:
         """Ends a wait. Whoever does not wait is ignored."""
@@ -249,6 +256,10 @@ class SharedRing:
     def reserve(self, num_bytes: int, waiter: Waiter, due_at: float = 0.0) -> Span | None:
         """Reserves a span. If it returns None, the waiter is woken when there is one, unless it `withdraw`s."""
         return self._queue.take(num_bytes, waiter, due_at)
+
+    def reserve_now(self, num_bytes: int, due_at: float) -> Span | None:
+        """Reserves a span if there is one, as `WaitQueue.take_now`."""
+        return self._queue.take_now(num_bytes, due_at)
 
     def withdraw(self, waiter: Waiter) -> None:
         """Takes a waiter out of the queue. One that does not wait is ignored."""

@@ -65,6 +65,10 @@ class SourceMemory:
         """Takes a slot. If it returns None, the waiter is woken when there is one for it, unless it `withdraw`s."""
         return self._queue.take(receiver, waiter, due_at)
 
+    def take_now(self, receiver: str, due_at: float) -> Slot | None:
+        """Takes a slot if there is one, as `WaitQueue.take_now`."""
+        return self._queue.take_now(receiver, due_at)
+
     def give_back(self, slot: Slot) -> None:
         """Gives back a slot that nothing reads any more."""
         with self._queue.lock:

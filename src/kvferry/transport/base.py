@@ -37,6 +37,7 @@ from kvferry.layout import Device, Region
 from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, EndpointName
 from kvferry.settings import Settings
+from kvferry.transport.compiled_posts import Posted, Wire
 from kvferry.transport.diagnosis import Diagnosis
 
 
@@ -139,6 +140,26 @@ class PeerMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 # Made here, not when it is first needed: msgspec 0.22 crashes if two threads are the first to decode a type.
 _METADATA = msgspec.msgpack.Decoder(PeerMetadata)
+
+
+class CompiledWay(ABC):
+    """What compiled code writes to one peer with. For one thread at a time, but that of `wire` any may use.
+
+    Attributes:
+        wire: what it calls.
+        copies_as_it_posts: whether writes of late have ended with their posts, so that they may go slice by slice.
+    """
+
+    wire: Wire
+    copies_as_it_posts: bool
+
+    @abstractmethod
+    def adopt(self, posted: Posted, notification: bytes) -> TransferHandle:
+        """Takes over a write that compiled code has begun: it is polled, and released, as any other. Raises nothing.
+
+        Args:
+            notification: what the peer receives once all bytes are there.
+        """
 
 
 class Transport(ABC):
@@ -282,6 +303,14 @@ class Transport(ABC):
     @abstractmethod
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Returns the notifications that arrived since the last call: (name of the peer, bytes)."""
+
+    def compiled_way(self, peer: str) -> CompiledWay | None:
+        """Returns what compiled code writes to a peer with; None where only the interpreter does.
+
+        Raises:
+            PeerDisconnectedError: if there is no connection.
+        """
+        return None
 
     @abstractmethod
     def close(self) -> None:

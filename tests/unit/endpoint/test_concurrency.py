@@ -245,6 +245,23 @@ class Hops(Actor):
     def broke(self, error: BaseException, worker: Any) -> None: ...
 
 
+def test_a_turn_is_told_of_whoever_is_due_before_it_and_of_nobody_else():
+    run_queue = RunQueue()
+    hops = [Hops(run_queue) for _ in range(4)]
+    alone = run_queue.comings(5.0)
+    assert alone.count.value == alone.seen
+    run_queue.put(hops[0], 6.0)
+    run_queue.put(hops[1], 5.0)
+    assert alone.count.value == alone.seen, "they are due later, or then"
+    run_queue.put(hops[2], 4.0)
+    assert alone.count.value != alone.seen
+    beside = run_queue.comings(5.0)
+    assert beside.count.value != beside.seen, "somebody waits already"
+    assert run_queue.take(0.0) is hops[2]
+    after = run_queue.comings(5.0)
+    assert after.count.value == after.seen
+
+
 def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():
     """A worker that has a write on its way must look at it again, also if another took what it was woken for."""
     run_queue, stop, tries = RunQueue(), threading.Event(), 0

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from kvferry.endpoint.prefill.paths import StagedPath
-from kvferry.endpoint.prefill.staged_writes import StagedWrites
+from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrites
 from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Device, Region
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
-from kvferry.staging.slots import SourceMemory
+from kvferry.staging.runs import Step
+from kvferry.staging.slots import Slot, SourceMemory
+from kvferry.transport import TransferHandle
 
 CHUNK = 256
 
@@ -45,9 +48,9 @@ class OneChunk:
     def is_through(self) -> bool:
         return self.next_bytes is None or self.error is not None
 
-    def post(self, slot: object, span: Span, worker: object, *, ready_at: float | None) -> None:
+    def prepare(self, slot: object, span: Span, memory: object, *, ready_at: float | None) -> object:
         self.next_bytes = None
-        self.posted.append(span)
+        return SimpleNamespace(write=self, step=None, result=None, begun=lambda worker: self.posted.append(span))
 
     def end(self, error: Exception | None) -> None:
         self.ends.append(error)
@@ -73,12 +76,13 @@ class Room:
             observer=SimpleNamespace(deferred=self.deferred.append),
         )
         nothing: Any = None
+        runs: Any = SimpleNamespace(most_steps=1, run=lambda steps, receiver, comings: len(steps))
         target: Any = SimpleNamespace(
             receiver="d0",
             context=context,
             room=SimpleNamespace(post=self.turns.append, apply=None),
             attachment=SimpleNamespace(moved_at=0.0),
-            staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, nothing, CHUNK),
+            staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, runs, nothing, CHUNK),
         )
         self.line = StagedWrites(target)
         self.write = OneChunk()
@@ -89,7 +93,7 @@ class Room:
     def posts_next(self) -> bool:
         """Whether it posts, in a turn of the room, what it could not before."""
         before = len(self.write.posted)
-        self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory)))
+        self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory, comings=lambda due_at: None)))
         return len(self.write.posted) > before
 
     def cancel(self, error: KVFerryError | None = None) -> list[Exception | None]:
@@ -200,3 +204,125 @@ def test_a_receiver_is_kept_where_it_is_a_slot_that_a_room_has_waited_for():
     room.now = 10.0
     room.cancel(SLOW)
     assert not room.given_up
+
+
+class Chunks:
+    """A write of several sub-chunks, each of which can be gathered."""
+
+    submitted_at, left_bytes, sequence = 0.0, CHUNK, 0
+
+    def __init__(self, count: int, target: Any) -> None:
+        self.target, self.command, self.receiver = target, self, "d0"
+        self.error: Exception | None = None
+        self.in_flight = 0
+        self.ends: list[Exception | None] = []
+        self._left = count
+
+    @property
+    def next_bytes(self) -> int | None:
+        return CHUNK if self._left and self.error is None else None
+
+    @property
+    def is_through(self) -> bool:
+        return self.next_bytes is None and self.in_flight == 0
+
+    def prepare(self, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None) -> StagedPart:
+        self._left -= 1
+        self.in_flight += 1
+        step = Step([], Region(slot.address, CHUNK), span.begin, b"")
+        return StagedPart(cast(Any, self), step, slot, memory, span, cast(Any, None))
+
+    def dropped(self, error: Exception | None) -> None:
+        self.in_flight -= 1
+        self.error = self.error or error
+
+    def end(self, error: Exception | None) -> None:
+        self.ends.append(error)
+
+
+class Several:
+    """A line with a write of four sub-chunks, memory for three on both sides, and runs of at most three."""
+
+    def __init__(self, run: Callable[[Sequence[Step]], int]) -> None:
+        self.runs: list[list[int]] = []
+        self.ring = SharedRing(3 * CHUNK)
+        memory = StagingMemory(Region(0, 12 * CHUNK), Device(), None)  # of which one receiver gets a quarter
+        self.memory = SourceMemory(CHUNK, memory, lambda: None)
+        self.void: list[SpanReleased] = []
+        self.watched: list[StagedPart] = []
+
+        def go(steps: Sequence[Step], receiver: str, comings: object) -> int:
+            self.runs.append([step.address // CHUNK for step in steps])
+            return run(steps)
+
+        context = SimpleNamespace(
+            now=lambda: 0.0,
+            send=lambda receiver, message: self.void.append(message),
+            identity=SimpleNamespace(endpoint="p0"),
+            observer=SimpleNamespace(deferred=lambda receiver: None),
+        )
+        runs, nothing = cast(Any, SimpleNamespace(most_steps=3, run=go)), cast(Any, None)
+        self.target: Any = SimpleNamespace(
+            receiver="d0",
+            context=context,
+            room=SimpleNamespace(post=lambda event: None, apply=None),
+            attachment=SimpleNamespace(moved_at=0.0),
+            staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, runs, nothing, CHUNK),
+        )
+        self.line = StagedWrites(cast(Any, self.target))
+        self.write = Chunks(4, self.target)
+        self.line.writes[0] = cast(Any, self.write)
+
+    def turn(self) -> None:
+        worker = SimpleNamespace(memory=self.memory, comings=lambda due_at: None, watch=self.watched.append)
+        self.line.post_next(cast(Any, worker))
+
+    def free_slots(self) -> int:
+        """How many the receiver may have beside those that are kept for it."""
+        return sum(self.memory.take_now("d0", 0.0) is not None for _ in range(4))
+
+
+def posted(steps: Sequence[Step]) -> None:
+    for step in steps:
+        step.transfer = TransferHandle()
+
+
+def test_a_turn_runs_all_for_which_there_is_memory_and_those_that_were_not_begun_come_first_in_the_next():
+    def two(steps: Sequence[Step]) -> int:
+        posted(steps[:2])
+        return min(2, len(steps))
+
+    line = Several(two)
+    line.turn()
+    line.turn()
+    assert line.runs == [[0, 1, 2], [2]]
+    assert len(line.watched) == 3
+    assert line.write.in_flight == 3
+
+
+def test_a_room_that_is_given_up_gives_back_what_was_prepared_and_not_begun():
+    def one(steps: Sequence[Step]) -> int:
+        posted(steps[:1])
+        return 1
+
+    line = Several(one)
+    line.turn()
+    line.line.cancel(KVFerryError("aborted"), cast(Any, None))
+    assert [span.begin // CHUNK for span in line.void] == [1, 2]
+    assert line.free_slots() == 2
+    assert (line.write.in_flight, line.write.ends) == (1, []), "one is on its way"
+
+
+def test_what_is_behind_a_sub_chunk_that_cannot_be_gathered_is_dropped_and_the_write_has_ended():
+    problem = OSError("the pool has gone")
+
+    def fails(steps: Sequence[Step]) -> int:
+        steps[0].error = problem
+        return 1
+
+    line = Several(fails)
+    line.turn()
+    assert [span.begin // CHUNK for span in line.void] == [0, 1, 2]
+    assert line.free_slots() == 3
+    assert line.write.ends == [problem]
+    assert line.line.writes == {}

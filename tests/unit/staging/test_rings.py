@@ -107,6 +107,20 @@ def test_nobody_overtakes_who_waits_even_for_less():
     assert wokens(large, small) == [1, 1]
 
 
+def test_who_does_not_wait_gets_what_is_free_but_passes_nobody_who_is_due_before_or_then():
+    ring, spans = full_ring()
+    large = Room()
+    assert ring.reserve_now(LINE, due_at=0.0) is None
+    assert ring.reserve(3 * LINE, large, 2.0) is None
+    ring.release(spans[0])
+    assert ring.reserve_now(LINE, due_at=2.0) is None
+    assert ring.reserve_now(LINE, due_at=3.0) is None
+    assert ring.reserve_now(LINE, due_at=1.0) is not None
+    for span in spans[1:]:
+        ring.release(span)
+    assert (ring.num_waiting, wokens(large)) == (1, [1]), "only the large one waits"
+
+
 def test_who_comes_later_waits_behind_who_came_earlier():
     ring, spans = full_ring()
     rooms = [Room() for _ in range(4)]

@@ -20,6 +20,7 @@ from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.digests import DigestMemory
 from kvferry.staging.rings import PeerMemory, SharedRing
+from kvferry.staging.runs import Runs
 from kvferry.staging.sizes import StagingSettings, staging_sizes
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import PeerMetadata, Transport
@@ -36,12 +37,14 @@ class StagedPath:
     Attributes:
         peer: its staging memory.
         kernels: what copies.
+        runs: what gathers and writes.
         costs: the measured ones.
         chunk_bytes: the size of a sub-chunk.
     """
 
     peer: PeerMemory
     kernels: Kernels
+    runs: Runs
     costs: PathCosts
     chunk_bytes: int
 
@@ -121,6 +124,7 @@ class SendingStaging:
         self._lock = threading.Lock()
         self.taken_bytes = 0
         self._kernels: Kernels | None = None
+        self._runs: Runs
         self._digest_memory: DigestMemory | None = None
         self._calibration: Calibration | None = None
         self._problem = ""
@@ -151,6 +155,7 @@ class SendingStaging:
         self.taken_bytes = sum(sizes)
         self.source_memories = tuple(SourceMemory(self._chunk_bytes, memory, self.more_memory) for memory in gathering)
         self._kernels = kernels
+        self._runs = self._platform.staging.runs(kernels, self._transport, self._platform.now)
         self._calibration = self._platform.calibration(self._transport, kernels, layout, measuring)
 
     def more_memory(self) -> StagingMemory | None:
@@ -268,7 +273,7 @@ class SendingStaging:
                 scatter_bytes_per_s=message.staging.scatter_bytes_per_s,
             )
         chunk_bytes = min(self._chunk_bytes, ring.num_bytes)
-        return StagedPath(peer, self._kernels, costs, chunk_bytes)
+        return StagedPath(peer, self._kernels, self._runs, costs, chunk_bytes)
 
 
 def _pages_in(num_bytes: int, layout: RankLayout) -> int:

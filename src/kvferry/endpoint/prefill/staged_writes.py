@@ -1,16 +1,17 @@
 """The writes of a room to one receiver: directly into its pages (`room_write`), or staged.
 
 Staged ones are gathered sub-chunk by sub-chunk, each written into the receiver's ring in bulk.
-A room does one sub-chunk in a turn and then queues again (`due_at`), so that a huge request delays a small one by a
-sub-chunk at most. Where memory is short, on this side or the receiver's, the room waits for its turn at that ring and
-holds up no room that needs another one.
+In a turn a room does a run of those for which there is memory, and then queues again (`due_at`). The run ends when
+somebody comes who is due before, so that a huge request delays a small one by a sub-chunk at most. Where memory is
+short, on this side or the receiver's, the room waits for its turn at that ring and holds up no room that needs another.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from kvferry.endpoint.prefill.admission import due_at
@@ -24,13 +25,14 @@ from kvferry.protocol.transfer.events import Broke, Write, WriteFailed, WritePro
 from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing, Span
+from kvferry.staging.runs import Step
 from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import TransferHandle, TransferReport
 
 
 @dataclass(frozen=True, slots=True)
 class PostNextPart:
-    """It is the room's turn to post the next sub-chunk to a receiver.
+    """It is the room's turn to post the next sub-chunks to a receiver.
 
     Attributes:
         due_at: when the room is due there; others that are due before go first.
@@ -42,15 +44,15 @@ class PostNextPart:
 
 @dataclass(slots=True, eq=False)
 class StagedPart:
-    """A sub-chunk on its way, from its post until nothing of it can arrive any more.
+    """A sub-chunk, from when there is memory for it until nothing of it can arrive any more.
 
     Attributes:
         write: what it is a part of.
+        step: what gathers and posts it.
         slot: what it keeps of this side's staging memory; None once nothing reads that any more.
         memory: what the slot is of.
         span: what it keeps of the receiver's ring.
-        record: makes its record, given `landed_at`.
-        transfer: the bulk write's handle, once it is posted.
+        record: makes its record, given when it was gathered, posted and noticed to have ended.
         is_new: whether the room's turn that posts it has not ended.
         may_arrive: whether it has failed, and something of it may arrive yet, or might have.
         landed_at: when its end was noticed.
@@ -58,11 +60,11 @@ class StagedPart:
     """
 
     write: StagedWrite
+    step: Step
     slot: Slot | None
     memory: SourceMemory
     span: Span
     record: Callable[..., PartRecord]
-    transfer: TransferHandle = field(init=False)
     is_new: bool = True
     may_arrive: bool = False
     landed_at: float = 0.0
@@ -72,6 +74,27 @@ class StagedPart:
     def receiver(self) -> str:
         """Whose memory is written."""
         return self.write.receiver
+
+    @property
+    def transfer(self) -> TransferHandle:
+        """The bulk write's handle, once it is posted."""
+        assert self.step.transfer is not None
+        return self.step.transfer
+
+    def begun(self, worker: Worker) -> None:
+        """Takes what came of its step."""
+        if self.step.transfer is not None:
+            worker.watch(self)
+        elif self.step.gathered_at is not None:
+            worker.post_raised(self, self.step.error or RuntimeError("nothing was posted"))
+        else:
+            self.drop(self.step.error)
+
+    def drop(self, error: Exception | None) -> None:
+        """Gives its memory back, since nothing of it was posted, or will be."""
+        self._give_slot_back()
+        _give_up(self.write.target, self.span)
+        self.write.dropped(error)
 
     def done(self, report: TransferReport) -> None:
         """Gives the slot back: it is in the receiver's ring."""
@@ -115,7 +138,7 @@ class StagedWrite(RoomWrite):
     """A write through the receiver's ring, sub-chunk by sub-chunk.
 
     Attributes:
-        in_flight: sub-chunks on their way.
+        in_flight: sub-chunks that are prepared, or on their way.
         left_bytes: of the cache, that no sub-chunk carries yet.
         error: why it cannot be completed; None if it can.
     """
@@ -135,6 +158,7 @@ class StagedWrite(RoomWrite):
             chunk_bytes=target.staged.chunk_bytes,
             writer=target.context.engine_rank,
             is_digested=target.attachment.digests is not None,
+            is_put_off=target.staged.runs.most_steps > 1,
         )
 
     @property
@@ -147,11 +171,11 @@ class StagedWrite(RoomWrite):
         """Whether nothing of it is on its way, and nothing more is to be posted."""
         return self.next_bytes is None and self.in_flight == 0
 
-    def post(self, slot: Slot, span: Span, worker: Worker, *, ready_at: float | None) -> StagedPart | None:
-        """Gathers the next sub-chunk and posts it. Returns None if it cannot be gathered: `error` says why.
+    def prepare(self, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None) -> StagedPart | None:
+        """Prepares the next sub-chunk. Returns None if it cannot be gathered: `error` says why.
 
         Args:
-            slot: where to gather it, of the worker's memory.
+            slot: where to gather it, of `memory`.
             span: where it goes in the receiver's ring, as many bytes as it has.
             ready_at: since when it has waited for either; None if it has not.
         """
@@ -161,31 +185,30 @@ class StagedWrite(RoomWrite):
             gathered = self._gathering.gather(slot.address, span, epoch=peer.epoch)
             notification = context.encoded(self.receiver, gathered.notification)
         except Exception as error:  # nothing was posted
-            worker.memory.give_back(slot)
+            memory.give_back(slot)
             _give_up(self.target, span)
             self.error = error
             return None
+        source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
+        step = Step(gathered.blocks, source, to, notification)
+        if not step.blocks:
+            step.gathered_at = context.now()
         record = partial(
             PartRecord,
             ready_at=begun_at if ready_at is None else ready_at,
             begun_at=begun_at,
-            gathered_at=context.now(),
             num_bytes=gathered.cache_bytes,
             runs=gathered.runs,
             thread=threading.current_thread().name,
         )
         self.in_flight += 1
         self.left_bytes -= gathered.cache_bytes
-        part = StagedPart(self, slot, worker.memory, span, record)
-        source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
-        try:
-            part.transfer = context.transport.write(source, self.receiver, to, notification)
-        except Exception as error:
-            worker.post_raised(part, error)
-            return part
-        part.record = partial(record, posted_at=context.now())
-        worker.watch(part)
-        return part
+        return StagedPart(self, step, slot, memory, span, record)
+
+    def dropped(self, error: Exception | None) -> None:
+        """Takes a sub-chunk of which nothing was posted: the write cannot be completed."""
+        self.in_flight -= 1
+        self.error = self.error or error
 
     def landed(self, part: StagedPart) -> None:
         """Takes a sub-chunk that is no longer on its way."""
@@ -193,7 +216,9 @@ class StagedWrite(RoomWrite):
         if isinstance(part.result, Exception):
             self.error = self.error or part.result
         elif part.result is not None:
-            self.arrived(part.result, part.record(landed_at=part.landed_at), descriptors=1)
+            step = part.step
+            record = part.record(gathered_at=step.gathered_at, posted_at=step.posted_at, landed_at=part.landed_at)
+            self.arrived(part.result, record, descriptors=1)
 
 
 class StagedWrites:
@@ -210,6 +235,7 @@ class StagedWrites:
         self._is_awake = False  # whether a turn of the room is scheduled
         self._due_at = 0.0
         self._span: Span | None = None  # of the receiver's ring, for the next part, while a slot is waited for
+        self._prepared: deque[StagedPart] = deque()  # those that are posted next
         self._waits_at: SharedRing | SourceMemory | None = None
         self._waits_since: float | None = None
 
@@ -233,7 +259,7 @@ class StagedWrites:
 
     def _go_on(self) -> None:
         """Schedules a turn of the room behind others that are due before, if there is anything to post."""
-        first = self._next
+        first = self._prepared[0].write if self._prepared else self._next
         if first is not None:
             self._due_at = due_at(first.submitted_at, sum(write.left_bytes for write in self.writes.values()))
             self.wake()
@@ -245,12 +271,31 @@ class StagedWrites:
             self._target.room.post(PostNextPart(self._target.receiver, self._due_at))
 
     def post_next(self, worker: Worker) -> None:
-        """Posts the next sub-chunk, if there is one and memory for it."""
+        """Posts the next sub-chunks, if there are any and memory for them."""
         self._is_awake = False
+        if not self._prepared and not self._prepare_first(worker):
+            return
+        staged = self._target.staged
+        while len(self._prepared) < staged.runs.most_steps and self._prepare_another(worker.memory):
+            pass
+        steps = [part.step for part in self._prepared]
+        begun = staged.runs.run(steps, self._target.receiver, worker.comings(self._due_at)) if steps else 0
+        for part in [self._prepared.popleft() for _ in range(begun)]:
+            part.begun(worker)
+            part.is_new = False
+            if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
+                self.landed(part, worker)
+            else:
+                self._end_if_through(part.write, worker)
+        self._drop_prepared(worker)
+        self._go_on()
+
+    def _prepare_first(self, worker: Worker) -> bool:
+        """Prepares the next sub-chunk, or waits for memory for it. Returns whether the turn goes on."""
         write, memory = self._next, worker.memory
         if write is None:
             self._stop_waiting()  # those queued behind must not wait for this one
-            return
+            return False
         # The receiver's memory first: while it is held, only writes to this receiver are held up.
         if self._span is None:
             self._span = self._reserve(write)
@@ -259,17 +304,40 @@ class StagedWrites:
             if self._waits_since is None:
                 self._waits_since = self._target.context.now()
                 self._target.context.observer.deferred(self._target.receiver)
-            return
+            return False
         span, self._span = self._span, None
         since, self._waits_since = self._waits_since, None
-        part = write.post(slot, span, worker, ready_at=since)
-        if part is None:
+        self._prepare(write, slot, span, memory, ready_at=since)
+        return True
+
+    def _prepare_another(self, memory: SourceMemory) -> bool:
+        """Prepares the next sub-chunk, if there is memory for it that is nobody else's turn. Returns whether it did."""
+        write = self._next
+        slot = memory.take_now(self._target.receiver, self._due_at) if write is not None else None
+        if write is None or slot is None:
+            return False
+        assert write.next_bytes is not None
+        span = self._target.staged.peer.ring.reserve_now(write.next_bytes, self._due_at)
+        if span is None:
+            memory.give_back(slot)
+            return False
+        return self._prepare(write, slot, span, memory, ready_at=None)
+
+    def _prepare(
+        self, write: StagedWrite, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None
+    ) -> bool:
+        part = write.prepare(slot, span, memory, ready_at=ready_at)
+        if part is not None:
+            self._prepared.append(part)
+        return part is not None
+
+    def _drop_prepared(self, worker: Worker) -> None:
+        """Drops sub-chunks of writes that cannot be completed."""
+        for part in [part for part in self._prepared if part.write.error is not None]:
+            self._prepared.remove(part)
+            part.drop(None)
+        for write in [write for write in self.writes.values() if write.error is not None]:
             self._end_if_through(write, worker)
-        else:
-            part.is_new = False
-            if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
-                self.landed(part, worker)
-        self._go_on()
 
     @property
     def _next(self) -> StagedWrite | None:
@@ -291,9 +359,9 @@ class StagedWrites:
         if self._span is not None:
             span, self._span = self._span, None
             _give_up(self._target, span)
-        for write in list(self.writes.values()):
+        for write in self.writes.values():
             write.error = write.error or error
-            self._end_if_through(write, worker)
+        self._drop_prepared(worker)
 
     @property
     def _waits_in_vain(self) -> bool:

@@ -11,6 +11,7 @@ time that it has waited and not for each time that it has moved.
 
 from __future__ import annotations
 
+import ctypes
 import heapq
 import itertools
 import math
@@ -25,6 +26,7 @@ from operator import methodcaller
 from typing import Any, Generic, TypeVar
 
 from kvferry.endpoint.runtime.threads import Loop
+from kvferry.staging.runs import Comings
 
 _LOOK_S = 1e-3
 _release = methodcaller("release")
@@ -102,6 +104,8 @@ class RunQueue:
         # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
         self._actors: list[tuple[float, int, Actor | None]] = []  # a heap
         self._comings = itertools.count()
+        self._comings_before = ctypes.c_int64()
+        self._running_due_at = -math.inf
         self._handed_in: deque[tuple[Actor, Any]] = deque()
         self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
@@ -113,6 +117,8 @@ class RunQueue:
     def put(self, actor: Actor | None, due_at: float = math.inf) -> None:
         """Adds an actor, in front of those that are due later. May be called from any thread."""
         heapq.heappush(self._actors, (due_at, next(self._comings), actor))
+        if due_at < self._running_due_at:
+            self._comings_before.value += 1  # where two threads count at once it changes all the same
         self.wake_one()
 
     def hand_in(self, actor: Actor, event: Any) -> None:
@@ -129,6 +135,17 @@ class RunQueue:
         """Wakes a worker if an event was handed in that none has posted yet."""
         if self._handed_in:
             self.wake_one()
+
+    def comings(self, due_at: float) -> Comings:
+        """Returns what says whether anybody who is due before has come; at once, where somebody waits already.
+
+        Args:
+            due_at: when the actor that has its turn was due.
+        """
+        self._running_due_at = due_at
+        seen = self._comings_before.value
+        is_first = all(each[0] >= due_at for each in self._actors[:1])
+        return Comings(self._comings_before, seen if is_first else seen - 1)
 
     def take(self, timeout_s: float | None) -> Actor | None:
         """Removes and returns who is due first, waiting up to timeout_s, or for ever if that is None.

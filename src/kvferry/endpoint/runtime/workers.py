@@ -32,6 +32,7 @@ from kvferry.errors import TransportError
 from kvferry.layout import Device
 from kvferry.loggers import logger_of
 from kvferry.protocol.time_awake import TimeAwake
+from kvferry.staging.runs import Comings
 from kvferry.staging.slots import SourceMemory
 from kvferry.transport import TransferHandle, TransferReport, Transport
 
@@ -265,6 +266,10 @@ class Worker(Loop):
         """Staging memory of this worker, for actors that run on it. Only workers that gather have any."""
         assert self._memory is not None
         return self._memory
+
+    def comings(self, due_at: float) -> Comings:
+        """Returns what ends a run of who was due then: as `RunQueue.comings`."""
+        return self._run_queue.comings(due_at)
 
     def watch(self, write: WatchedWrite) -> None:
         """Polls a write until it ends, and tells it. For actors that run on this worker.

@@ -7,11 +7,16 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
+from typing import Any
 
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError, TransportUnavailableError
 
 BINDINGS = ("nixl_cu13._bindings", "nixl_cu12._bindings", "nixl._bindings")
 """Where NIXL's bindings are looked for, in this order. Each of the wheels carries its own."""
+
+
+PROGRESS_DELAY_US = 50_000
+"""The longest that NIXL's progress thread sleeps."""
 
 
 def torch_cuda_major() -> int | None:
@@ -57,6 +62,18 @@ def why_other_cuda(loaded: str) -> str:
     if major is None or not package.startswith("nixl_cu") or package == f"nixl_cu{major}":
         return ""
     return f"torch is built for CUDA {major}, and NIXL's wheel ({package.replace('_', '-')}) for another one"
+
+
+def agent_config(nixl: ModuleType, *, only_writes: bool) -> Any:
+    """Returns how an agent is to work."""
+    config = nixl.nixlAgentConfig()
+    config.useProgThread = not only_writes
+    config.useListenThread = False
+    config.pthrDelay = PROGRESS_DELAY_US
+    # Reader-writer: workers post side by side, only connecting and registering exclude each other.
+    config.syncMode = nixl.NIXL_THREAD_SYNC_RW
+    config.captureTelemetry = True
+    return config
 
 
 @contextmanager

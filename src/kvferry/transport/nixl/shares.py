@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, TypeAlias, TypeVar
 
+from kvferry.errors import PeerDisconnectedError
 from kvferry.transport.base import TransferHandle, TransferReport
 from kvferry.transport.ranges import Connection
 
@@ -23,7 +24,7 @@ class Share:
     """A part of a write, with a request and a status of its own.
 
     Attributes:
-        handle: NIXL's request.
+        handle: NIXL's request; 0 if it was released.
         lane: the thread that posts it; None for the caller's own.
         report: what NIXL measured, once it has ended well.
         has_ended: whether nothing of it can move any more.
@@ -68,6 +69,12 @@ class NixlHandle(TransferHandle):
     def has_ended(self) -> bool:
         """Whether nothing of it can move any more."""
         return all(share.has_ended for share in self.shares)
+
+    def half_posted(self, share: Share | None, problem: Exception) -> None:
+        """Takes why the post of a share has failed, of which something may be on its way; or (None) why it has none."""
+        if share is not None:
+            share.is_half_posted, share.has_ended = True, isinstance(problem, PeerDisconnectedError)
+        self.problem = self.problem or problem
 
 
 def on_lanes(

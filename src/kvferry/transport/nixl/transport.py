@@ -2,7 +2,7 @@
 
 This talks to NIXL's bindings directly, because its Python wrapper fixes the progress thread's delay at 0, which burns a
 core in an idle process. A side that receives needs the thread: it completes nothing without it. It wakes up for events
-and, as a safeguard, every `_PROGRESS_DELAY_US`; at 50 ms an idle process costs 0.2 % of a core and notifications are as
+and, as a safeguard, every `PROGRESS_DELAY_US`; at 50 ms an idle process costs 0.2 % of a core and notifications are as
 fast as at 1 ms.
 
 A side that only writes is better off without it. Between two processes of one machine a post copies all bytes itself,
@@ -27,7 +27,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -54,9 +53,10 @@ from kvferry.transport.base import (
 from kvferry.transport.confined_ports import listening_sockets
 from kvferry.transport.copies import Copies
 from kvferry.transport.crowded_ports import CrowdedPorts
-from kvferry.transport.nixl.bindings import load_bindings, translated
+from kvferry.transport.nixl.bindings import agent_config, load_bindings, translated
 from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
+from kvferry.transport.nixl.nixl_posts import NixlWay, compiled_posts
 from kvferry.transport.nixl.scatter_gather import check_lists as check_scatter_gather
 from kvferry.transport.nixl.scatter_gather import plugin_file, told
 from kvferry.transport.nixl.settings import NixlSettings
@@ -68,21 +68,6 @@ log = logger_of(__name__)
 
 _FLUSH_AGAIN_S = 1.0
 """How long after a flush that could not be posted the next one is tried. Each is logged."""
-
-_PROGRESS_DELAY_US = 50_000
-"""The longest that NIXL's progress thread sleeps."""
-
-
-def _agent_config(nixl: ModuleType, *, only_writes: bool) -> Any:
-    """Returns how an agent is to work."""
-    config = nixl.nixlAgentConfig()
-    config.useProgThread = not only_writes
-    config.useListenThread = False
-    config.pthrDelay = _PROGRESS_DELAY_US
-    # Reader-writer: workers post side by side, only connecting and registering exclude each other.
-    config.syncMode = nixl.NIXL_THREAD_SYNC_RW
-    config.captureTelemetry = True
-    return config
 
 
 class NixlTransport(RangeTransport[Connection]):
@@ -170,7 +155,7 @@ class NixlTransport(RangeTransport[Connection]):
         self._progress = threading.Lock()
         if problem := lack(START + SHARE * threads):
             raise TransportError(f"creating NIXL backend {backend!r}: {problem}")  # UCX would end the process
-        self._agent: Any = self._nixl.nixlAgent(endpoint_name, _agent_config(self._nixl, only_writes=only_writes))
+        self._agent: Any = self._nixl.nixlAgent(endpoint_name, agent_config(self._nixl, only_writes=only_writes))
         available = self._agent.getAvailPlugins()
         if backend not in available:
             raise TransportUnavailableError(f"NIXL has no backend {backend!r} here (KVFERRY_NIXL_BACKEND): {available}")
@@ -186,6 +171,12 @@ class NixlTransport(RangeTransport[Connection]):
         self._smallest_share = smallest_share
         self._are_lanes_tied = False
         self._registered: list[Any] = []
+        self._posts = compiled_posts(self._nixl, self._agent)
+
+    def compiled_way(self, peer: str) -> NixlWay | None:
+        if self._posts is None:
+            return None
+        return self._posts.way(self.connection(peer), self._memory.device, self._ask_why)
 
     def _create_backend(self, backend: str, parameters: Mapping[str, str], *, hands_lists: bool) -> int:
         if hands_lists:
@@ -251,6 +242,8 @@ class NixlTransport(RangeTransport[Connection]):
         self._are_lanes_tied = True
 
     def hang_up(self, connection: Connection) -> None:
+        if self._posts is not None:
+            self._posts.forget(connection)
         self._invalidate(connection.peer.name)
 
     def _invalidate(self, peer: str) -> None:
@@ -357,8 +350,22 @@ class NixlTransport(RangeTransport[Connection]):
             if not isinstance(error, TransportError):
                 problem = TransportError(f"posting to {transfer.peer}: {type(error).__name__}: {error}")
                 problem.__cause__ = error
-            share.is_half_posted, share.has_ended = True, isinstance(error, PeerDisconnectedError)
-            transfer.problem = transfer.problem or problem
+            transfer.half_posted(share, problem)
+
+    def _ask_why(self, transfer: NixlHandle, share: Share | None) -> None:
+        """Asks the bindings what compiled code has met: as it posted a share, or (None) as it was to make another."""
+        peer, ours = transfer.peer, self._memory.regions[0].address
+        problem = TransportError(f"posting to {peer}: it failed, and NIXL does not say why")
+        try:
+            with self._translated(f"posting to {peer}", peer):
+                if share is not None:
+                    self._is_done(self._agent.getXferStatus(share.handle), peer)
+                else:
+                    address = transfer.connection.memory.regions[0].address
+                    self._release_unposted(self._request(Region(ours, 0), transfer.connection, address), peer)
+        except TransportError as error:
+            problem = error
+        transfer.half_posted(share, problem)
 
     def _flush(self, share: Share, transfer: NixlHandle) -> None:
         """Posts a write of no bytes behind what was half posted, on its thread, which NIXL ties to a connection."""
@@ -465,7 +472,7 @@ class NixlTransport(RangeTransport[Connection]):
         with self._translated(releasing, transfer.peer), contextlib.ExitStack() as stack:
             for share in transfer.shares:  # all of them, whichever raises
                 for handle in (share.handle, share.flush):
-                    if handle is not None:
+                    if handle:
                         stack.callback(self._agent.releaseXferReq, handle)
 
     def notify(self, peer: str, notification: bytes) -> None:

@@ -1,0 +1,65 @@
+"""What compiled code posts a transport's writes with, without the interpreter: the structures of `staging/blocks.c`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
+
+
+class PostCalls(ctypes.Structure):
+    """Addresses of functions, with the signatures of NIXL's C interface."""
+
+    NAMES = (
+        "create_opt_args",
+        "destroy_opt_args",
+        "opt_args_set_has_notif",
+        "opt_args_set_notif_msg",
+        "create_xfer_dlist",
+        "xfer_dlist_add_desc",
+        "destroy_xfer_dlist",
+        "create_xfer_req",
+        "destroy_xfer_req",
+        "post_xfer_req",
+        "get_xfer_status",
+        "release_xfer_req",
+    )
+    _fields_ = tuple((name, _POINTER) for name in NAMES)
+
+
+class Wire(ctypes.Structure):
+    """The way to one peer."""
+
+    _fields_ = (
+        ("calls", ctypes.POINTER(PostCalls)),
+        ("agent", _POINTER),
+        ("peer", ctypes.c_char_p),
+        ("memory", _NUMBER),
+        ("our_device", _NUMBER),
+        ("their_device", _NUMBER),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """What compiled code has posted of a write.
+
+    Attributes:
+        ended: how many writes of it have ended.
+        ended_bytes: how many bytes these had.
+        posting_s: how long posting took.
+        handles: of requests that have not ended.
+        is_notified: whether a request carries the notification, or carried it.
+        is_made: whether the last request could be made.
+        is_half_posted: whether the last request's post has failed.
+    """
+
+    ended: int
+    ended_bytes: int
+    posting_s: float
+    handles: Sequence[int]
+    is_notified: bool
+    is_made: bool
+    is_half_posted: bool

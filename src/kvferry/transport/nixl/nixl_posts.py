@@ -1,0 +1,126 @@
+"""NIXL's C interface for compiled code: beside the bindings, whose agent and requests are the same objects.
+
+It says "backend" of every error. So what it cannot do is tried again with the bindings, which say why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from kvferry.errors import TransportUnavailableError
+from kvferry.layout import Device, MemoryKind
+from kvferry.loggers import logger_of
+from kvferry.transport.base import CompiledWay, TransferHandle, TransferReport
+from kvferry.transport.compiled_posts import PostCalls, Posted, Wire
+from kvferry.transport.nixl.shares import NixlHandle, Share
+from kvferry.transport.ranges import Connection
+
+log = logger_of(__name__)
+
+_MEMORY_TYPES = {MemoryKind.DRAM: 0, MemoryKind.VRAM: 1}
+_VALUE_OFFSET = 16
+"""Where pybind11 has the address of what an object of one base stands for: behind the head of every Python object."""
+
+
+def post_calls(nixl: ModuleType) -> PostCalls:
+    """Returns the functions of NIXL's C interface, of the wheel that the bindings are from.
+
+    Raises:
+        TransportUnavailableError: if it has none.
+    """
+    package = nixl.__name__.partition(".")[0]
+    try:
+        packages = Path(str(nixl.__file__)).parent.parent
+        library = ctypes.CDLL(str(next(packages.glob(f".{package}.mesonpy.libs/libnixl_capi.so"))))
+        if library.nixl_capi_is_stub():
+            raise OSError("a stub")
+        found = [getattr(library, f"nixl_capi_{name}") for name in PostCalls.NAMES]
+    except (StopIteration, OSError, AttributeError) as error:
+        raise TransportUnavailableError(f"{package} has no C interface: {error!r}") from error
+    return PostCalls(*(ctypes.cast(function, ctypes.c_void_p).value for function in found))
+
+
+def address_of(agent: Any) -> int:
+    """Returns the address of the bindings' agent in C++.
+
+    Raises:
+        TransportUnavailableError: if the bindings are not of the kind that is known.
+    """
+    if [each.__name__ for each in type(agent).__mro__[1:]] != ["pybind11_object", "object"]:
+        raise TransportUnavailableError(f"NIXL's bindings are not pybind11's: {type(agent).__mro__}")
+    return ctypes.c_uint64.from_address(id(agent) + _VALUE_OFFSET).value
+
+
+AskWhy = Callable[[NixlHandle, Share | None], None]
+"""Notes what a share's post has met; or, with None, why there is no other share."""
+
+
+class NixlWay(CompiledWay):
+    """Writes of one range to a peer."""
+
+    def __init__(self, posts: NixlPosts, connection: Connection, ours: Device, ask_why: AskWhy) -> None:
+        """Takes a connection.
+
+        Args:
+            ours: where our memory is.
+        """
+        theirs = connection.memory.device
+        self.copies_as_it_posts = True
+        self.wire = Wire(
+            ctypes.pointer(posts.calls),
+            ctypes.addressof(posts.agent),
+            connection.peer.name.encode(),
+            _MEMORY_TYPES[ours.kind],
+            ours.index,
+            theirs.index,
+        )
+        self._posts = posts  # the wire has its addresses
+        self._connection = connection
+        self._ask_why = ask_why
+
+    def adopt(self, posted: Posted, notification: bytes) -> TransferHandle:
+        self.copies_as_it_posts = not posted.handles
+        report = TransferReport(posted.ended_bytes, posted.ended, posted.posting_s, posted.posting_s)
+        shares = [Share(0, report=report, has_ended=True), *(Share(handle) for handle in posted.handles)]
+        transfer = NixlHandle(self._connection, shares, b"" if posted.is_notified else notification)
+        if posted.is_half_posted or not posted.is_made:
+            self._ask_why(transfer, shares[-1] if posted.is_made else None)
+        elif not posted.handles:
+            transfer.report = report
+        return transfer
+
+
+class NixlPosts:
+    """An agent's ways to its peers. May be used from any thread."""
+
+    def __init__(self, nixl: ModuleType, agent: Any) -> None:
+        """Takes an agent.
+
+        Raises:
+            TransportUnavailableError: if compiled code cannot use it.
+        """
+        self.calls = post_calls(nixl)
+        self.agent = ctypes.c_uint64(address_of(agent))  # the C interface has it in a structure of its own
+        self._ways: dict[Connection, NixlWay] = {}
+
+    def way(self, connection: Connection, ours: Device, ask_why: AskWhy) -> NixlWay:
+        """Returns the way by a connection; see `NixlWay`."""
+        found = self._ways.get(connection)
+        return self._ways.setdefault(connection, NixlWay(self, connection, ours, ask_why)) if found is None else found
+
+    def forget(self, connection: Connection) -> None:
+        """Forgets the way by a connection that is no more."""
+        self._ways.pop(connection, None)
+
+
+def compiled_posts(nixl: ModuleType, agent: Any) -> NixlPosts | None:
+    """Returns an agent's ways for compiled code; None, which is logged, where it cannot use the agent."""
+    try:
+        return NixlPosts(nixl, agent)
+    except TransportUnavailableError as error:
+        log.warning("sub-chunks are posted by the interpreter, which takes its lock more often: %s", error)
+        return None

@@ -1,0 +1,99 @@
+"""Compiled code that writes with a transport that lends it a way: between two real ends, as the interpreter would."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from tests.support.transports import KINDS, Kit, Pair, arrivals, connected, in_tiers, until
+
+from kvferry.errors import PeerDisconnectedError, TransportError
+from kvferry.layout import Region
+from kvferry.plan.packing import BlockShape
+from kvferry.staging.compiled_runs import CompiledRuns
+from kvferry.staging.host import HostKernels, fastest
+from kvferry.staging.kernels import PackedBlocks
+from kvferry.staging.runs import Comings, Step
+from kvferry.transport import NixlTransport
+
+STEP, BLOCK = 1 << 12, 1 << 8
+
+
+@pytest.fixture(params=in_tiers(name for name, kind in KINDS.items() if kind.of is NixlTransport))
+def kit(request: pytest.FixtureRequest) -> Iterator[Kit]:
+    kit = Kit(request.param)
+    yield kit
+    kit.close()
+
+
+class Run:
+    """Two steps, from a pool through registered memory into a peer's."""
+
+    def __init__(self, pair: Pair) -> None:
+        self.pair = pair
+        self.pool = np.random.default_rng(1).integers(0, 256, 64 * BLOCK, np.uint8)
+        order = np.random.default_rng(2).permutation(64)[: 2 * STEP // BLOCK]
+        kernels = HostKernels([Region(self.pool.ctypes.data, self.pool.size)], fastest()[0])
+        self.runs = CompiledRuns(kernels, pair.here.transport, time.monotonic)
+        self.steps = []
+        self.expected = self.pool.reshape(64, BLOCK)[order].reshape(2, STEP)
+        for number, which in enumerate(np.split(order, 2)):
+            blocks = PackedBlocks(self.pool.ctypes.data + which.astype(np.int64) * BLOCK, BlockShape((), BLOCK), 0)
+            source = Region(pair.here.region.address + number * STEP, STEP)
+            to = pair.there.region.address + number * STEP
+            self.steps.append(Step([blocks], source, to, f"step {number}".encode()))
+
+    def go(self) -> int:
+        return self.runs.run(self.steps, self.pair.peer, Comings(ctypes.c_int64(), 0))
+
+    def end(self, step: Step) -> int:
+        transport, transfer = self.pair.here.transport, step.transfer
+        assert transfer is not None
+        try:
+            return int(until("end of the write", lambda: transport.poll(transfer)).total_bytes)
+        finally:
+            transport.release(transfer)
+
+
+def test_nixl_lends_compiled_code_a_way(kit: Kit):
+    pair = connected(kit)
+    assert pair.here.transport.compiled_way(pair.peer) is not None
+
+
+def test_what_compiled_code_writes_arrives_and_each_step_is_told_of(kit: Kit):
+    run = Run(connected(kit))
+    assert run.go() == 2
+    assert [step.error for step in run.steps] == [None, None]
+    assert [run.end(step) for step in run.steps] == [STEP, STEP]
+    there = run.pair.there
+    told = arrivals(there.transport, 2, sender=run.pair.here.transport)
+    assert sorted(told) == [(run.pair.name, b"step 0"), (run.pair.name, b"step 1")]
+    assert np.array_equal(there.memory[: 2 * STEP].reshape(2, STEP), run.expected)
+
+
+def test_to_a_peer_that_has_gone_nothing_is_written_and_the_error_says_so(kit: Kit):
+    run = Run(connected(kit))
+    run.pair.there.transport.close()
+    failed: list[Exception] = []
+    for _ in range(2):  # the first may pass for a write to somebody who is slow
+        run.go()
+        step = run.steps[0]
+        if step.error is not None:
+            failed.append(step.error)
+            continue
+        with pytest.raises(TransportError) as caught:
+            run.end(step)
+        failed.append(caught.value)
+    assert all(isinstance(error, TransportError) for error in failed)
+    assert any(isinstance(error, PeerDisconnectedError) for error in failed)
+
+
+def test_to_a_peer_that_was_never_connected_the_interpreter_says_so(kit: Kit):
+    run = Run(connected(kit))
+    run.pair.peer = "nobody"
+    assert run.go() == 1
+    assert isinstance(run.steps[0].error, PeerDisconnectedError)
+    assert run.steps[0].transfer is None
