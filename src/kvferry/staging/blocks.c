@@ -22,6 +22,14 @@ typedef struct {
     int64_t count, stride;
 } Loop;
 
+typedef struct {
+    const int64_t *starts;
+    int64_t blocks;
+    const Loop *loops; /* of a block, the slowest first */
+    int64_t num_loops;
+    int64_t length, offset; /* of a run; where the first block is packed */
+} Group;
+
 /* The loader compares this with the source that it was installed with. */
 uint32_t kvferry_source_crc32(void) { return SOURCE_CRC32; }
 
@@ -54,9 +62,11 @@ static char *place_of(int64_t start, const Loop *outer, int64_t loops, int64_t r
     return place;
 }
 
-/* Copies all blocks: to `packed` if `is_gather`, or else from there. Loops are those of a block, the slowest first. */
-void kvferry_copy_blocks(const int64_t *starts, int64_t blocks, const Loop *loops, int64_t num_loops, size_t length,
-                         char *packed, int is_gather) {
+/* Copies `count` blocks from the first on: to `packed` if `is_gather`, or else from there. */
+static void copy_blocks(const Group *group, int64_t first, int64_t count, char *packed, bool is_gather) {
+    const int64_t *starts = group->starts + first, blocks = count, num_loops = group->num_loops;
+    const Loop *loops = group->loops;
+    const size_t length = (size_t)group->length;
     const int64_t outer = num_loops > 0 ? num_loops - 1 : 0;
     const Loop inner = num_loops > 0 ? loops[outer] : (Loop){1, 0};
     int64_t rounds = 1;
@@ -83,18 +93,16 @@ void kvferry_copy_blocks(const int64_t *starts, int64_t blocks, const Loop *loop
 #endif
 }
 
+/* Copies all blocks of some groups, which are packed from `packed` on. */
+void kvferry_copy(const Group *groups, int64_t count, char *packed, int is_gather) {
+    for (const Group *group = groups; group < groups + count; ++group)
+        copy_blocks(group, 0, group->blocks, packed + group->offset, is_gather);
+}
+
 /* ---- Sub-chunks, gathered and written in bulk ------------------------------------------------------------------------
  *
  * Where a post copies all bytes itself, as between processes of one machine, a sub-chunk goes slice by slice through a
  * few pages that stay in the processor's cache. Once a slice is on its way after its post, the rest goes in one piece. */
-
-typedef struct {
-    const int64_t *starts;
-    int64_t blocks;
-    const Loop *loops;
-    int64_t num_loops;
-    int64_t length, offset; /* of a run; where the first block is packed */
-} Group;
 
 /* The handle of a request of NIXL's C interface lies in front. */
 typedef struct {
@@ -217,8 +225,7 @@ static bool run_step(const Wire *wire, void *options, Step *step, int64_t slice_
             }
             count = group->blocks - first;
             if (count > fitting) count = fitting < 1 ? 1 : fitting;
-            kvferry_copy_blocks(group->starts + first, count, group->loops, group->num_loops, (size_t)group->length,
-                                part_of(step, at) + (begin - at), 1);
+            copy_blocks(group, first, count, part_of(step, at) + (begin - at), true);
         }
     }
     step->gathered_at = now();

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from itertools import chain
 from pathlib import Path
 
-import numpy as np
-
 from kvferry.errors import KVFerryError
-from kvferry.staging.host import COMPILED, HostKernels
-from kvferry.staging.kernels import PackedBlocks
+from kvferry.staging.host import COMPILED, Group, HostKernels, described
 from kvferry.staging.runs import Comings, Runs, Step
 from kvferry.transport import Transport
 from kvferry.transport.compiled_posts import Posted, Wire
@@ -26,20 +22,9 @@ _POINTER, _NUMBER, _SECONDS = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
 _NOT_MADE, _HALF_POSTED = 1, 2
 
 
-class _Group(ctypes.Structure):
-    _fields_ = (
-        ("starts", _POINTER),
-        ("blocks", _NUMBER),
-        ("loops", _POINTER),
-        ("num_loops", _NUMBER),
-        ("length", _NUMBER),
-        ("offset", _NUMBER),
-    )
-
-
 class _Step(ctypes.Structure):
     _fields_ = (
-        ("groups", ctypes.POINTER(_Group)),
+        ("groups", ctypes.POINTER(Group)),
         ("num_groups", _NUMBER),
         ("packed", _POINTER),
         ("length", _NUMBER),
@@ -113,23 +98,11 @@ class CompiledRuns(Runs):
 
 def _describe(step: Step, made: _Step) -> list[object]:
     """Describes a step for compiled code. Returns what must be kept till it is done."""
-    groups = (_Group * len(step.blocks))()
-    kept: list[object] = [groups]
-    for group, blocks in zip(groups, step.blocks, strict=True):
-        kept += _describe_blocks(blocks, group)
+    groups, kept = described(step.blocks)
     made.groups, made.num_groups = groups, len(groups)
     made.packed, made.length, made.to = step.source.address, step.source.length, step.address
     made.notification, made.notification_length = step.notification, len(step.notification)
     return kept
-
-
-def _describe_blocks(blocks: PackedBlocks, made: _Group) -> list[object]:
-    starts = np.ascontiguousarray(blocks.starts, np.int64)
-    loops = (_NUMBER * (2 * len(blocks.shape.loops)))(*chain.from_iterable(blocks.shape.loops))
-    made.starts, made.blocks = starts.__array_interface__["data"][0], len(starts)
-    made.loops, made.num_loops = ctypes.addressof(loops), len(blocks.shape.loops)
-    made.length, made.offset = blocks.shape.length, blocks.offset
-    return [starts, loops]
 
 
 def _posted(step: _Step) -> Posted:

@@ -22,8 +22,22 @@ from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
 from kvferry.staging.kernels import AddressRange, Kernels, PackedBlocks, StartArray, array_at
 
-CopyBlocks = Callable[[StartArray, BlockShape, int, bool], None]
-"""Copies blocks, given where they begin and their shape, to an address where they are packed; or back, if False."""
+CopyBlocks = Callable[[Sequence[PackedBlocks], int, bool], None]
+"""Copies blocks to where they are packed from an address on; or back, if False."""
+
+
+class Group(ctypes.Structure):
+    """Equally shaped blocks, as compiled code takes them."""
+
+    _fields_ = (
+        ("starts", ctypes.c_void_p),
+        ("blocks", ctypes.c_int64),
+        ("loops", ctypes.c_void_p),
+        ("num_loops", ctypes.c_int64),
+        ("length", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+    )
+
 
 COMPILED = Path(__file__).with_name("blocks.so")
 
@@ -53,11 +67,14 @@ class HostKernels(Kernels):
 
     def gather(self, starts: StartArray, shape: BlockShape, address: int) -> None:
         self._range.check(starts, shape)
-        self._copy(starts, shape, address, True)
+        self._copy([PackedBlocks(starts, shape, 0)], address, True)
 
     def scatter(self, address: int, starts: StartArray, shape: BlockShape) -> None:
-        self._range.check(starts, shape)
-        self._copy(starts, shape, address, False)
+        self.scatter_all(address, [PackedBlocks(starts, shape, 0)])
+
+    def scatter_all(self, address: int, blocks: Sequence[PackedBlocks]) -> None:
+        self.check_all(blocks)
+        self._copy(blocks, address, False)
 
 
 def fastest(library: Path = COMPILED) -> tuple[CopyBlocks, str]:
@@ -80,26 +97,41 @@ def compiled(library: Path = COMPILED) -> CopyBlocks:
     crc32.restype = ctypes.c_uint32
     if crc32() != zlib.crc32(library.with_suffix(".c").read_bytes()):
         raise OSError(f"{library} was compiled from another source: install kvferry anew, or run hatch_build.py")
-    copy = loaded.kvferry_copy_blocks
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    copy.argtypes = (pointer, number, pointer, number, ctypes.c_size_t, pointer, ctypes.c_int)
+    copy = loaded.kvferry_copy
+    copy.argtypes = (ctypes.POINTER(Group), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
     copy.restype = None
 
-    def copy_blocks(starts: StartArray, shape: BlockShape, address: int, is_gather: bool) -> None:
-        starts = np.ascontiguousarray(starts, np.int64)
-        loops = (number * (2 * len(shape.loops)))(*chain.from_iterable(shape.loops))
-        where = starts.__array_interface__["data"][0]  # `ctypes.data` takes three times as long
-        copy(where, len(starts), loops, len(shape.loops), shape.length, address, is_gather)
+    def copy_blocks(blocks: Sequence[PackedBlocks], address: int, is_gather: bool) -> None:
+        groups, kept = described(blocks)
+        copy(groups, len(groups), address, is_gather)
+        del kept
 
     return copy_blocks
 
 
-def interpreted(starts: StartArray, shape: BlockShape, address: int, is_gather: bool) -> None:
+def described(blocks: Sequence[PackedBlocks]) -> tuple[ctypes.Array[Group], list[object]]:
+    """Describes blocks for compiled code. Returns also what must be kept till it is done."""
+    groups, kept = (Group * len(blocks))(), []
+    for group, each in zip(groups, blocks, strict=True):
+        starts = np.ascontiguousarray(each.starts, np.int64)
+        loops = (ctypes.c_int64 * (2 * len(each.shape.loops)))(*chain.from_iterable(each.shape.loops))
+        # `ctypes.data` takes three times as long.
+        group.starts, group.blocks = starts.__array_interface__["data"][0], len(starts)
+        group.loops, group.num_loops = ctypes.addressof(loops), len(each.shape.loops)
+        group.length, group.offset = each.shape.length, each.offset
+        kept += [starts, loops]
+    return groups, kept
+
+
+def interpreted(blocks: Sequence[PackedBlocks], address: int, is_gather: bool) -> None:
     """Copies block by block."""
-    counts, strides = [count for count, _ in shape.loops], [stride for _, stride in shape.loops]
-    for start in starts.tolist():
-        block = array_at(start, (*counts, shape.length), "|u1", (*strides, 1))
-        packed = array_at(address, (*counts, shape.length), "|u1")
-        to, source = (packed, block) if is_gather else (block, packed)
-        to[...] = source
-        address += shape.num_bytes
+    for each in blocks:
+        counts = [count for count, _ in each.shape.loops]
+        strides = [stride for _, stride in each.shape.loops]
+        where = address + each.offset
+        for start in each.starts.tolist():
+            block = array_at(start, (*counts, each.shape.length), "|u1", (*strides, 1))
+            packed = array_at(where, (*counts, each.shape.length), "|u1")
+            to, source = (packed, block) if is_gather else (block, packed)
+            to[...] = source
+            where += each.shape.num_bytes
