@@ -18,7 +18,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 LIBRARY = "src/kvferry/staging/blocks.so"
-FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-fPIC", "-shared")
+FLAGS = ("-O2", "-std=c11", "-Wall", "-Wextra", "-fPIC", "-shared", "-pthread")
 
 
 class CompiledCopies(BuildHookInterface):  # type: ignore[type-arg]

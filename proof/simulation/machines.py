@@ -30,7 +30,7 @@ from kvferry.protocol.wire.versions import SPOKEN, Versions
 from kvferry.settings import Settings
 from kvferry.staging import Kernels, StagingMemory
 from kvferry.staging.kernels import StartArray, array_at, spread
-from kvferry.staging.runs import Runs
+from kvferry.staging.runs import Comings, Runs, Step
 from kvferry.staging.sharing import MappedCopies
 from kvferry.transport import TransferHandle, Transport
 from proof.made_up_resources import MadeUpResources
@@ -99,25 +99,37 @@ class PlainKernels(Kernels):
             raise problem
 
 
+class SimulatedRuns(Runs):
+    """Runs of one step, or of several that somebody cuts short now and then."""
+
+    def __init__(self, kernels: Kernels, transport: Transport, now: Callable[[], float], chance: random.Random) -> None:
+        """As for `Runs`; `chance` decides how many steps there are."""
+        super().__init__(kernels, transport, now, most_steps=chance.choice((1, 3)))
+        self._chance = chance
+
+    def run(self, steps: Sequence[Step], receiver: str, comings: Comings) -> int:
+        return super().run(steps[: self._chance.randint(1, len(steps))], receiver, comings)
+
+
 class SimulatedResources(MadeUpResources):
     """Memory that is there, and copies that take no time."""
 
     def __init__(
-        self, chance: random.Random, copying_fails: Callable[[], Exception | None], *, most_steps: int
+        self, chance: random.Random, copying_fails: Callable[[], Exception | None], *, of_runs: random.Random
     ) -> None:
         """Makes resources without any memory taken.
 
         Args:
             chance: decides what is left to chance.
             copying_fails: called before bytes are copied; an exception that it returns makes the copy fail.
-            most_steps: of a run.
+            of_runs: decides how long runs are.
         """
         self._chance = chance
         self._copying_fails = copying_fails
-        self._most_steps = most_steps
+        self._of_runs = of_runs
 
     def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
-        return Runs(kernels, transport, now, most_steps=self._most_steps)
+        return SimulatedRuns(kernels, transport, now, self._of_runs)
 
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
         return PlainKernels(self._copying_fails)
@@ -317,7 +329,7 @@ class SimulatedPlatform(Platform):
         copying_fails: Callable[[], Exception | None],
         measuring: Callable[[Callable[[], TransferHandle]], None] = lambda _: None,
         versions: Versions = SPOKEN,
-        most_steps: int = 1,
+        of_runs: random.Random | None = None,
     ) -> None:
         """Makes the process, on a machine of the world.
 
@@ -334,7 +346,7 @@ class SimulatedPlatform(Platform):
             measuring: called where the wire to a peer is measured, with what posts a write into its ring; may raise
                 what measuring may.
             versions: which versions of the protocol it speaks.
-            most_steps: how many sub-chunks a run gathers and posts at most.
+            of_runs: decides how many sub-chunks a run gathers and posts; None for one.
         """
         self._measuring = measuring
         self.name = machine
@@ -342,7 +354,7 @@ class SimulatedPlatform(Platform):
         self.process = ProcessIdentity(machine=machine, pid=pid, started=pid, pod=pod)
         self._pods = pods
         self._see = see
-        self.staging = SimulatedResources(chance, copying_fails, most_steps=most_steps)
+        self.staging = SimulatedResources(chance, copying_fails, of_runs=of_runs or random.Random(1))
         self.threads: list[Thread] = []
         self.executors: list[SimulatedExecutor] = []
         self.keeper: SimulatedKeeper | None = None

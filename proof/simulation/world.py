@@ -114,7 +114,7 @@ class World(Universe):
             copying_fails=self.adversary.copying_fails,
             measuring=self._rare.measure,
             versions=self._spoken(f"{engine.name} {rank} {life}"),
-            most_steps=random.Random(f"{self.seed} steps of a run").choice((1, 3)),
+            of_runs=random.Random(f"{self.seed} {engine.name} {rank} {life} runs"),
         )
         transport = SimulatedTransport(self.wire, f"{engine.name}-{rank}-life{life}")
         pool = self._arena.take(engine.shapes[rank])

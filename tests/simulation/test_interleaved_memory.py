@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -31,6 +32,7 @@ from kvferry.protocol.wire import versions
 from kvferry.protocol.wire.versions import SpokenVersions, Versions
 from kvferry.staging import StagingMemory, rings, slots
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
+from kvferry.staging.runs import Comings
 from kvferry.staging.slots import Slot, SourceMemory
 
 # ---- memory that is short
@@ -193,10 +195,11 @@ def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tie
             context=SimpleNamespace(now=lambda: 0.0, observer=Observer()),
             room=SimpleNamespace(post=post),
             staged=StagedPath(PeerMemory(0, 1, ring), NOTHING, RUNS, NOTHING, CHUNK),
+            attachment=SimpleNamespace(digests=None),
         )
         writes, parts = StagedWrites(target), Parts(3)
         writes.writes[0] = cast(Any, parts)
-        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: None)
+        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0))
         writes.wake()
 
         def take_turns() -> None:

@@ -7,6 +7,7 @@
 
 #define _POSIX_C_SOURCE 199309L
 
+#include <pthread.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -130,6 +131,7 @@ typedef struct {
     void *agent;
     const char *peer;
     int64_t memory, our_device, their_device;
+    pthread_mutex_t *progress; /* held by whoever makes progress; NULL if nobody else does */
 } Wire;
 
 enum { WRITE = 1, NOT_MADE = 1, HALF_POSTED = 2 };
@@ -145,7 +147,7 @@ typedef struct {
     /* What came of it. Handles are of requests that have not ended, at most two; the caller releases them. */
     void *handles[2];
     int64_t num_handles, ended, ended_bytes, is_notified, problem;
-    double gathered_at, posted_at, posting_s;
+    double begun_at, posted_at, posting_s;
 } Step;
 
 static double now(void) {
@@ -193,9 +195,11 @@ static bool write_part(const Wire *wire, void *options, Step *step, int64_t at, 
         calls->set_notification(options, step->notification, (size_t)step->notification_length);
         step->is_notified = 1;
     }
+    if (wire->progress) pthread_mutex_lock(wire->progress);
     int status = calls->post(wire->agent, request, options);
     if (status < 0) step->problem = HALF_POSTED;
     if (status > 0 && calls->status(wire->agent, request) == 0) status = 0; /* who asks next meets an error again */
+    if (wire->progress) pthread_mutex_unlock(wire->progress);
     step->posted_at = now();
     step->posting_s += step->posted_at - begun_at;
     if (status) {
@@ -211,6 +215,7 @@ static bool write_part(const Wire *wire, void *options, Step *step, int64_t at, 
 
 static bool run_step(const Wire *wire, void *options, Step *step, int64_t slice_bytes) {
     int64_t at = 0; /* where the part begins that is being gathered */
+    step->begun_at = now();
     for (int64_t each = 0; each < step->num_groups; ++each) {
         const Group *group = &step->groups[each];
         const int64_t bytes = block_bytes(group);
@@ -228,7 +233,6 @@ static bool run_step(const Wire *wire, void *options, Step *step, int64_t slice_
             copy_blocks(group, first, count, part_of(step, at) + (begin - at), true);
         }
     }
-    step->gathered_at = now();
     return write_part(wire, options, step, at, step->length - at);
 }
 
@@ -242,8 +246,11 @@ int64_t kvferry_run(const Wire *wire, Step *steps, int64_t count, int64_t slice_
         Step *step = &steps[begun++];
         if (!run_step(wire, options, step, slice_bytes)) break;
         /* What is on its way gets on when somebody asks. */
-        if (begun > 1 && steps[begun - 2].num_handles)
+        if (begun > 1 && steps[begun - 2].num_handles) {
+            if (wire->progress) pthread_mutex_lock(wire->progress);
             wire->calls->status(wire->agent, (Request *)&steps[begun - 2].handles[steps[begun - 2].num_handles - 1]);
+            if (wire->progress) pthread_mutex_unlock(wire->progress);
+        }
     }
     wire->calls->destroy_options(options);
     return begun;

@@ -37,7 +37,7 @@ class _Step(ctypes.Structure):
         ("ended_bytes", _NUMBER),
         ("is_notified", _NUMBER),
         ("problem", _NUMBER),
-        ("gathered_at", _SECONDS),
+        ("begun_at", _SECONDS),
         ("posted_at", _SECONDS),
         ("posting_s", _SECONDS),
     )
@@ -91,7 +91,9 @@ class CompiledRuns(Runs):
             if each.problem == _NOT_MADE and not each.num_handles:
                 self._do(step, receiver)
                 continue
-            step.gathered_at, step.posted_at = each.gathered_at, each.posted_at
+            # Slices are gathered and posted in turns: shown as if all were gathered first.
+            step.begun_at, step.gathered_at = each.begun_at, each.posted_at - each.posting_s
+            step.posted_at = each.posted_at
             step.transfer = way.adopt(_posted(each), step.notification)
         return begun or super().run(steps, receiver, comings)
 

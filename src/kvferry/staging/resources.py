@@ -130,7 +130,7 @@ class MachineResources(StagingResources):
         return kernels_for(regions, device)
 
     def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
-        if not isinstance(kernels, HostKernels) or not kernels.is_compiled:
+        if not (isinstance(kernels, HostKernels) and kernels.is_compiled and transport.has_compiled_ways):
             return super().runs(kernels, transport, now)
         return CompiledRuns(kernels, transport, now)
 

@@ -23,6 +23,7 @@ class Step:
         source: where in staging memory.
         address: where it goes in the receiver's memory.
         notification: what the receiver gets once it is there.
+        begun_at: when that began; None if it has not.
         gathered_at: when it was gathered; None if it was not.
         posted_at: when its post has returned.
         transfer: the write, once it is on its way or has ended; None if it was not posted.
@@ -33,6 +34,7 @@ class Step:
     source: Region
     address: int
     notification: bytes
+    begun_at: float | None = None
     gathered_at: float | None = None
     posted_at: float = 0.0
     transfer: TransferHandle | None = None
@@ -52,6 +54,11 @@ class Comings:
     def __init__(self, count: ctypes.c_int64, seen: int) -> None:
         self.count = count
         self.seen = seen
+
+    @property
+    def any(self) -> bool:
+        """Whether anybody has come."""
+        return self.count.value != self.seen
 
 
 class Runs:
@@ -83,11 +90,12 @@ class Runs:
         for step in steps:
             self._do(step, receiver)
             begun += 1
-            if step.error is not None or comings.count.value != comings.seen:
+            if step.error is not None or comings.any:
                 break
         return begun
 
     def _do(self, step: Step, receiver: str) -> None:
+        step.begun_at = self._now() if step.begun_at is None else step.begun_at
         try:
             for each in step.blocks:
                 self._kernels.gather(each.starts, each.shape, step.source.address + each.offset)

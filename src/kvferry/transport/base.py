@@ -304,6 +304,11 @@ class Transport(ABC):
     def take_notifications(self) -> list[tuple[str, bytes]]:
         """Returns the notifications that arrived since the last call: (name of the peer, bytes)."""
 
+    @property
+    def has_compiled_ways(self) -> bool:
+        """Whether compiled code can write to peers: `compiled_way` says with what."""
+        return False
+
     def compiled_way(self, peer: str) -> CompiledWay | None:
         """Returns what compiled code writes to a peer with; None where only the interpreter does.
 

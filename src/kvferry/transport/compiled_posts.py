@@ -39,7 +39,43 @@ class Wire(ctypes.Structure):
         ("memory", _NUMBER),
         ("our_device", _NUMBER),
         ("their_device", _NUMBER),
+        ("progress", _POINTER),
     )
+
+
+_C = ctypes.CDLL(None)
+_HELD = ctypes.PyDLL(None)  # keeps the interpreter's lock: for what returns at once
+
+
+class SharedLock:
+    """A lock that compiled code takes, too: a mutex of the C library.
+
+    Attributes:
+        address: the mutex's.
+    """
+
+    def __init__(self) -> None:
+        """Nobody has it."""
+        self._mutex = (ctypes.c_uint64 * 8)()  # of zeros, and long enough on every Linux
+        self.address = ctypes.addressof(self._mutex)
+
+    def acquire(self, *, blocking: bool = True) -> bool:
+        """Takes it; returns False if another has it and this is not to wait."""
+        if _HELD.pthread_mutex_trylock(self._mutex) == 0:
+            return True
+        if blocking:
+            _C.pthread_mutex_lock(self._mutex)
+        return blocking
+
+    def release(self) -> None:
+        """Gives it back, on the thread that has it."""
+        _HELD.pthread_mutex_unlock(self._mutex)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,7 +16,7 @@ from kvferry.layout import Device, Region
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
-from kvferry.staging.runs import Step
+from kvferry.staging.runs import Comings, Step
 from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import TransferHandle
 
@@ -81,7 +82,7 @@ class Room:
             receiver="d0",
             context=context,
             room=SimpleNamespace(post=self.turns.append, apply=None),
-            attachment=SimpleNamespace(moved_at=0.0),
+            attachment=SimpleNamespace(moved_at=0.0, digests=None),
             staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, runs, nothing, CHUNK),
         )
         self.line = StagedWrites(target)
@@ -93,7 +94,9 @@ class Room:
     def posts_next(self) -> bool:
         """Whether it posts, in a turn of the room, what it could not before."""
         before = len(self.write.posted)
-        self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory, comings=lambda due_at: None)))
+        self.line.post_next(
+            cast(Any, SimpleNamespace(memory=self.memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0)))
+        )
         return len(self.write.posted) > before
 
     def cancel(self, error: KVFerryError | None = None) -> list[Exception | None]:
@@ -266,7 +269,7 @@ class Several:
             receiver="d0",
             context=context,
             room=SimpleNamespace(post=lambda event: None, apply=None),
-            attachment=SimpleNamespace(moved_at=0.0),
+            attachment=SimpleNamespace(moved_at=0.0, digests=None),
             staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, runs, nothing, CHUNK),
         )
         self.line = StagedWrites(cast(Any, self.target))
@@ -274,7 +277,9 @@ class Several:
         self.line.writes[0] = cast(Any, self.write)
 
     def turn(self) -> None:
-        worker = SimpleNamespace(memory=self.memory, comings=lambda due_at: None, watch=self.watched.append)
+        worker = SimpleNamespace(
+            memory=self.memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0), watch=self.watched.append
+        )
         self.line.post_next(cast(Any, worker))
 
     def free_slots(self) -> int:

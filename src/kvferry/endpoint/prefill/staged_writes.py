@@ -25,7 +25,7 @@ from kvferry.protocol.transfer.events import Broke, Write, WriteFailed, WritePro
 from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing, Span
-from kvferry.staging.runs import Step
+from kvferry.staging.runs import Comings, Step
 from kvferry.staging.slots import Slot, SourceMemory
 from kvferry.transport import TransferHandle, TransferReport
 
@@ -192,11 +192,10 @@ class StagedWrite(RoomWrite):
         source, to = Region(slot.address, span.num_bytes), peer.address + peer.ring.place(span)
         step = Step(gathered.blocks, source, to, notification)
         if not step.blocks:
-            step.gathered_at = context.now()
+            step.begun_at, step.gathered_at = begun_at, context.now()
         record = partial(
             PartRecord,
             ready_at=begun_at if ready_at is None else ready_at,
-            begun_at=begun_at,
             num_bytes=gathered.cache_bytes,
             runs=gathered.runs,
             thread=threading.current_thread().name,
@@ -217,7 +216,9 @@ class StagedWrite(RoomWrite):
             self.error = self.error or part.result
         elif part.result is not None:
             step = part.step
-            record = part.record(gathered_at=step.gathered_at, posted_at=step.posted_at, landed_at=part.landed_at)
+            record = part.record(
+                begun_at=step.begun_at, gathered_at=step.gathered_at, posted_at=step.posted_at, landed_at=part.landed_at
+            )
             self.arrived(part.result, record, descriptors=1)
 
 
@@ -259,8 +260,11 @@ class StagedWrites:
 
     def _go_on(self) -> None:
         """Schedules a turn of the room behind others that are due before, if there is anything to post."""
-        first = self._prepared[0].write if self._prepared else self._next
-        if first is not None:
+        first = self._next
+        if self._prepared:  # others wait for the memory that these keep
+            self._due_at = 0.0
+            self.wake()
+        elif first is not None:
             self._due_at = due_at(first.submitted_at, sum(write.left_bytes for write in self.writes.values()))
             self.wake()
 
@@ -273,22 +277,42 @@ class StagedWrites:
     def post_next(self, worker: Worker) -> None:
         """Posts the next sub-chunks, if there are any and memory for them."""
         self._is_awake = False
-        if not self._prepared and not self._prepare_first(worker):
-            return
-        staged = self._target.staged
-        while len(self._prepared) < staged.runs.most_steps and self._prepare_another(worker.memory):
-            pass
-        steps = [part.step for part in self._prepared]
-        begun = staged.runs.run(steps, self._target.receiver, worker.comings(self._due_at)) if steps else 0
-        for part in [self._prepared.popleft() for _ in range(begun)]:
-            part.begun(worker)
+        comings = worker.comings(self._due_at)
+        if not self._prepared:
+            if not self._prepare_first(worker):
+                return
+            while len(self._prepared) < self._most_steps and not comings.any and self._prepare_another(worker.memory):
+                pass
+        for part in self._run(comings):
+            try:
+                part.begun(worker)
+            except BaseException as error:
+                part.broke(error)
             part.is_new = False
             if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
                 self.landed(part, worker)
-            else:
-                self._end_if_through(part.write, worker)
         self._drop_prepared(worker)
         self._go_on()
+
+    @property
+    def _most_steps(self) -> int:
+        """How many sub-chunks a turn posts at most: one where each is digested, and so gathered beforehand."""
+        return self._target.staged.runs.most_steps if self._target.attachment.digests is None else 1
+
+    def _run(self, comings: Comings) -> list[StagedPart]:
+        """Runs what is prepared. Returns those that were begun."""
+        parts = list(self._prepared)
+        if not parts:
+            return []
+        self._prepared.clear()  # what a run that raises has done with them is not known
+        try:
+            begun = self._target.staged.runs.run([part.step for part in parts], self._target.receiver, comings)
+        except BaseException as error:
+            for part in parts:
+                part.broke(error)
+            return []
+        self._prepared.extend(parts[begun:])
+        return parts[:begun]
 
     def _prepare_first(self, worker: Worker) -> bool:
         """Prepares the next sub-chunk, or waits for memory for it. Returns whether the turn goes on."""
@@ -349,6 +373,8 @@ class StagedWrites:
         part.write.landed(part)
         if isinstance(part.result, TransferReport):
             self._target.room.apply(WriteProgressed(self._target.receiver), worker)
+        else:
+            self._drop_prepared(worker)
         self._end_if_through(part.write, worker)
 
     def cancel(self, error: KVFerryError, worker: Worker) -> None:

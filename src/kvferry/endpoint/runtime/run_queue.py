@@ -105,7 +105,8 @@ class RunQueue:
         self._actors: list[tuple[float, int, Actor | None]] = []  # a heap
         self._comings = itertools.count()
         self._comings_before = ctypes.c_int64()
-        self._running_due_at = -math.inf
+        self._running: dict[int, float] = {}  # by the worker's thread, when the actor that has its turn was due
+        self._latest_running = -math.inf
         self._handed_in: deque[tuple[Actor, Any]] = deque()
         self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
@@ -117,7 +118,7 @@ class RunQueue:
     def put(self, actor: Actor | None, due_at: float = math.inf) -> None:
         """Adds an actor, in front of those that are due later. May be called from any thread."""
         heapq.heappush(self._actors, (due_at, next(self._comings), actor))
-        if due_at < self._running_due_at:
+        if due_at < self._latest_running:
             self._comings_before.value += 1  # where two threads count at once it changes all the same
         self.wake_one()
 
@@ -142,7 +143,8 @@ class RunQueue:
         Args:
             due_at: when the actor that has its turn was due.
         """
-        self._running_due_at = due_at
+        self._running[threading.get_ident()] = due_at
+        self._latest_running = max(list(self._running.values()))
         seen = self._comings_before.value
         is_first = all(each[0] >= due_at for each in self._actors[:1])
         return Comings(self._comings_before, seen if is_first else seen - 1)

@@ -15,15 +15,13 @@ from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, MemoryKind
 from kvferry.loggers import logger_of
 from kvferry.transport.base import CompiledWay, TransferHandle, TransferReport
-from kvferry.transport.compiled_posts import PostCalls, Posted, Wire
+from kvferry.transport.compiled_posts import PostCalls, Posted, SharedLock, Wire
 from kvferry.transport.nixl.shares import NixlHandle, Share
 from kvferry.transport.ranges import Connection
 
 log = logger_of(__name__)
 
 _MEMORY_TYPES = {MemoryKind.DRAM: 0, MemoryKind.VRAM: 1}
-_VALUE_OFFSET = 16
-"""Where pybind11 has the address of what an object of one base stands for: behind the head of every Python object."""
 
 
 def post_calls(nixl: ModuleType) -> PostCalls:
@@ -52,7 +50,8 @@ def address_of(agent: Any) -> int:
     """
     if [each.__name__ for each in type(agent).__mro__[1:]] != ["pybind11_object", "object"]:
         raise TransportUnavailableError(f"NIXL's bindings are not pybind11's: {type(agent).__mro__}")
-    return ctypes.c_uint64.from_address(id(agent) + _VALUE_OFFSET).value
+    # Behind the head of every Python object, where that has one base.
+    return ctypes.c_uint64.from_address(id(agent) + object.__basicsize__).value
 
 
 AskWhy = Callable[[NixlHandle, Share | None], None]
@@ -77,6 +76,7 @@ class NixlWay(CompiledWay):
             _MEMORY_TYPES[ours.kind],
             ours.index,
             theirs.index,
+            posts.progress.address,
         )
         self._posts = posts  # the wire has its addresses
         self._connection = connection
@@ -97,12 +97,17 @@ class NixlWay(CompiledWay):
 class NixlPosts:
     """An agent's ways to its peers. May be used from any thread."""
 
-    def __init__(self, nixl: ModuleType, agent: Any) -> None:
+    def __init__(self, nixl: ModuleType, agent: Any, progress: SharedLock) -> None:
         """Takes an agent.
+
+        Args:
+            progress: held by whoever makes progress: one at a time, and the others sleep.
 
         Raises:
             TransportUnavailableError: if compiled code cannot use it.
         """
+        self.progress = progress
+        self._kept = agent  # of which others have the address
         self.calls = post_calls(nixl)
         self.agent = ctypes.c_uint64(address_of(agent))  # the C interface has it in a structure of its own
         self._ways: dict[Connection, NixlWay] = {}
@@ -117,10 +122,10 @@ class NixlPosts:
         self._ways.pop(connection, None)
 
 
-def compiled_posts(nixl: ModuleType, agent: Any) -> NixlPosts | None:
+def compiled_posts(nixl: ModuleType, agent: Any, progress: SharedLock) -> NixlPosts | None:
     """Returns an agent's ways for compiled code; None, which is logged, where it cannot use the agent."""
     try:
-        return NixlPosts(nixl, agent)
+        return NixlPosts(nixl, agent, progress)
     except TransportUnavailableError as error:
         log.warning("sub-chunks are posted by the interpreter, which takes its lock more often: %s", error)
         return None

@@ -22,7 +22,6 @@ write, too, and has ended with a write of no bytes behind it, for which NIXL flu
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -50,6 +49,7 @@ from kvferry.transport.base import (
     TransferHandle,
     TransferReport,
 )
+from kvferry.transport.compiled_posts import SharedLock
 from kvferry.transport.confined_ports import listening_sockets
 from kvferry.transport.copies import Copies
 from kvferry.transport.crowded_ports import CrowdedPorts
@@ -152,7 +152,7 @@ class NixlTransport(RangeTransport[Connection]):
         self._translated = partial(translated, self._nixl)
         self._in_progress, self._success = self._nixl.NIXL_IN_PROG, self._nixl.NIXL_SUCCESS
         # Guards progress: one at a time, and the others sleep instead of spinning on UCX's own lock.
-        self._progress = threading.Lock()
+        self._progress = SharedLock()
         if problem := lack(START + SHARE * threads):
             raise TransportError(f"creating NIXL backend {backend!r}: {problem}")  # UCX would end the process
         self._agent: Any = self._nixl.nixlAgent(endpoint_name, agent_config(self._nixl, only_writes=only_writes))
@@ -171,12 +171,17 @@ class NixlTransport(RangeTransport[Connection]):
         self._smallest_share = smallest_share
         self._are_lanes_tied = False
         self._registered: list[Any] = []
-        self._posts = compiled_posts(self._nixl, self._agent)
+        self._posts = compiled_posts(self._nixl, self._agent, self._progress)
+
+    @property
+    def has_compiled_ways(self) -> bool:
+        return self._posts is not None
 
     def compiled_way(self, peer: str) -> NixlWay | None:
-        if self._posts is None:
+        connection = self.connection(peer)
+        if self._posts is None or connection.memory.device.kind is not self._memory.device.kind:
             return None
-        return self._posts.way(self.connection(peer), self._memory.device, self._ask_why)
+        return self._posts.way(connection, self._memory.device, self._ask_why)
 
     def _create_backend(self, backend: str, parameters: Mapping[str, str], *, hands_lists: bool) -> int:
         if hands_lists:
@@ -355,7 +360,7 @@ class NixlTransport(RangeTransport[Connection]):
     def _ask_why(self, transfer: NixlHandle, share: Share | None) -> None:
         """Asks the bindings what compiled code has met: as it posted a share, or (None) as it was to make another."""
         peer, ours = transfer.peer, self._memory.regions[0].address
-        problem = TransportError(f"posting to {peer}: it failed, and NIXL does not say why")
+        problem: Exception = TransportError(f"posting to {peer}: it failed, and NIXL does not say why")
         try:
             with self._translated(f"posting to {peer}", peer):
                 if share is not None:
@@ -365,6 +370,8 @@ class NixlTransport(RangeTransport[Connection]):
                     self._release_unposted(self._request(Region(ours, 0), transfer.connection, address), peer)
         except TransportError as error:
             problem = error
+        except Exception as error:
+            problem.__cause__ = error
         transfer.half_posted(share, problem)
 
     def _flush(self, share: Share, transfer: NixlHandle) -> None:
@@ -500,4 +507,5 @@ class NixlTransport(RangeTransport[Connection]):
         for registered in self._registered:
             with contextlib.suppress(TransportError), self._translated("deregistering memory"):
                 self._agent.deregisterMem(registered, [self._backend])
+        self._posts = None  # which keeps the agent
         self._agent = None  # ends NIXL's progress thread
