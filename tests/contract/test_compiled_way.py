@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Iterator
 
@@ -47,7 +46,7 @@ class Run:
             self.steps.append(Step([blocks], source, to, f"step {number}".encode()))
 
     def go(self) -> int:
-        return self.runs.run(self.steps, self.pair.peer, Comings(ctypes.c_int64(), 0))
+        return self.runs.run(self.steps, self.pair.peer, Comings())
 
     def end(self, step: Step) -> int:
         transport, transfer = self.pair.here.transport, step.transfer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -199,7 +198,7 @@ def test_a_room_that_waits_for_a_ring_posts_its_next_part_when_that_was_read(tie
         )
         writes, parts = StagedWrites(target), Parts(3)
         writes.writes[0] = cast(Any, parts)
-        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0))
+        worker: Any = SimpleNamespace(memory=memory, comings=lambda due_at: Comings())
         writes.wake()
 
         def take_turns() -> None:

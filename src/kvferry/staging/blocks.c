@@ -236,13 +236,12 @@ static bool run_step(const Wire *wire, void *options, Step *step, int64_t slice_
     return write_part(wire, options, step, at, step->length - at);
 }
 
-/* Runs steps until one fails, or `comings` is no longer what it was. Returns how many were begun. */
-int64_t kvferry_run(const Wire *wire, Step *steps, int64_t count, int64_t slice_bytes, const volatile int64_t *comings,
-                    int64_t seen) {
+/* Runs steps until one fails, or `comings` is no longer 0. Returns how many were begun. */
+int64_t kvferry_run(const Wire *wire, Step *steps, int64_t count, int64_t slice_bytes, const volatile int64_t *comings) {
     void *options = NULL;
     int64_t begun = 0;
     if (wire->calls->create_options(&options)) return 0;
-    while (begun < count && (!begun || *comings == seen)) {
+    while (begun < count && (!begun || !*comings)) {
         Step *step = &steps[begun++];
         if (!run_step(wire, options, step, slice_bytes)) break;
         /* What is on its way gets on when somebody asks. */

@@ -69,7 +69,6 @@ class CompiledRuns(Runs):
             _NUMBER,
             _NUMBER,
             ctypes.POINTER(_NUMBER),
-            _NUMBER,
         )
         self._run.restype = _NUMBER
 
@@ -80,22 +79,23 @@ class CompiledRuns(Runs):
             way = self._transport.compiled_way(receiver)
         except KVFerryError:
             way = None
-        if way is None:
-            return super().run(steps, receiver, comings)
+        if way is None:  # one: nothing is polled between those of a run
+            return super().run(steps[:1], receiver, comings)
         made = (_Step * len(steps))()
         kept = [_describe(step, each) for step, each in zip(steps, made, strict=True)]
         slice_bytes = SLICE_BYTES if way.copies_as_it_posts else max(step.source.length for step in steps)
-        begun: int = self._run(way.wire, made, len(steps), slice_bytes, comings.count, comings.seen)
+        begun: int = self._run(way.wire, made, len(steps), slice_bytes, comings.count)
         del kept
         for step, each in zip(steps[:begun], made, strict=False):
             if each.problem == _NOT_MADE and not each.num_handles:
                 self._do(step, receiver)
                 continue
-            # Slices are gathered and posted in turns: shown as if all were gathered first.
-            step.begun_at, step.gathered_at = each.begun_at, each.posted_at - each.posting_s
+            if step.gathered_at is None:
+                # Slices are gathered and posted in turns: shown as if all were gathered first.
+                step.begun_at, step.gathered_at = each.begun_at, each.posted_at - each.posting_s
             step.posted_at = each.posted_at
             step.transfer = way.adopt(_posted(each), step.notification)
-        return begun or super().run(steps, receiver, comings)
+        return begun or super().run(steps[:1], receiver, comings)
 
 
 def _describe(step: Step, made: _Step) -> list[object]:

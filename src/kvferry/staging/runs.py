@@ -42,23 +42,26 @@ class Step:
 
 
 class Comings:
-    """How many have come to where this run's turn was given; others than its caller count up.
+    """How many have come during a turn who are due before it. Any thread may count them.
 
     Attributes:
         count: where compiled code looks at it.
-        seen: what it was when the run's turn began; another number ends the run.
     """
 
-    __slots__ = ("count", "seen")
+    __slots__ = ("count",)
 
-    def __init__(self, count: ctypes.c_int64, seen: int) -> None:
-        self.count = count
-        self.seen = seen
+    def __init__(self) -> None:
+        """Nobody has come."""
+        self.count = ctypes.c_int64()
+
+    def come(self) -> None:
+        """Counts one. Where two threads do at once it is no longer 0 all the same."""
+        self.count.value += 1
 
     @property
     def any(self) -> bool:
-        """Whether anybody has come."""
-        return self.count.value != self.seen
+        """Whether anybody has come, which ends a run."""
+        return self.count.value != 0
 
 
 class Runs:

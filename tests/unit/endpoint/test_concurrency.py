@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -249,17 +250,24 @@ def test_a_turn_is_told_of_whoever_is_due_before_it_and_of_nobody_else():
     run_queue = RunQueue()
     hops = [Hops(run_queue) for _ in range(4)]
     alone = run_queue.comings(5.0)
-    assert alone.count.value == alone.seen
+    assert not alone.any
     run_queue.put(hops[0], 6.0)
     run_queue.put(hops[1], 5.0)
-    assert alone.count.value == alone.seen, "they are due later, or then"
+    assert not alone.any, "they are due later, or then"
     run_queue.put(hops[2], 4.0)
-    assert alone.count.value != alone.seen
-    beside = run_queue.comings(5.0)
-    assert beside.count.value != beside.seen, "somebody waits already"
+    assert alone.any
+    assert run_queue.comings(5.0).any, "somebody waits already"
     assert run_queue.take(0.0) is hops[2]
-    after = run_queue.comings(5.0)
-    assert after.count.value == after.seen
+    assert not run_queue.comings(5.0).any
+
+
+def test_the_turn_of_each_worker_is_told_of_those_who_are_due_before_its_own():
+    run_queue = RunQueue()
+    with ThreadPoolExecutor(1) as other:
+        late = other.submit(run_queue.comings, 100.0).result()
+        early = run_queue.comings(5.0)
+        run_queue.put(Hops(run_queue), 50.0)
+    assert (late.any, early.any) == (True, False)
 
 
 def test_waiting_in_the_run_queue_has_an_end_whoever_else_waits():

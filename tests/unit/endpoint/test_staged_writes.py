@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,16 +10,18 @@ import pytest
 
 from kvferry.endpoint.prefill.paths import StagedPath
 from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrites
-from kvferry.errors import KVFerryError, TransferTimeoutError
+from kvferry.errors import KVFerryError, TransferTimeoutError, TransportError
 from kvferry.layout import Device, Region
+from kvferry.protocol.transfer.events import Broke
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
 from kvferry.staging.runs import Comings, Step
 from kvferry.staging.slots import Slot, SourceMemory
-from kvferry.transport import TransferHandle
+from kvferry.transport import TransferHandle, TransferReport
 
 CHUNK = 256
+REPORT = TransferReport(CHUNK, 1, 0.0, 0.0)
 
 
 class Waiter:
@@ -94,9 +95,7 @@ class Room:
     def posts_next(self) -> bool:
         """Whether it posts, in a turn of the room, what it could not before."""
         before = len(self.write.posted)
-        self.line.post_next(
-            cast(Any, SimpleNamespace(memory=self.memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0)))
-        )
+        self.line.post_next(cast(Any, SimpleNamespace(memory=self.memory, comings=lambda due_at: Comings())))
         return len(self.write.posted) > before
 
     def cancel(self, error: KVFerryError | None = None) -> list[Exception | None]:
@@ -212,14 +211,19 @@ def test_a_receiver_is_kept_where_it_is_a_slot_that_a_room_has_waited_for():
 class Chunks:
     """A write of several sub-chunks, each of which can be gathered."""
 
-    submitted_at, left_bytes, sequence = 0.0, CHUNK, 0
+    submitted_at, sequence = 5.0, 0
 
     def __init__(self, count: int, target: Any) -> None:
         self.target, self.command, self.receiver = target, self, "d0"
         self.error: Exception | None = None
         self.in_flight = 0
         self.ends: list[Exception | None] = []
+        self.on_prepare: Callable[[], None] = lambda: None
         self._left = count
+
+    @property
+    def left_bytes(self) -> int:
+        return CHUNK * self._left
 
     @property
     def next_bytes(self) -> int | None:
@@ -230,6 +234,7 @@ class Chunks:
         return self.next_bytes is None and self.in_flight == 0
 
     def prepare(self, slot: Slot, span: Span, memory: SourceMemory, *, ready_at: float | None) -> StagedPart:
+        self.on_prepare()
         self._left -= 1
         self.in_flight += 1
         step = Step([], Region(slot.address, CHUNK), span.begin, b"")
@@ -239,6 +244,9 @@ class Chunks:
         self.in_flight -= 1
         self.error = self.error or error
 
+    def landed(self, part: StagedPart) -> None:
+        self.dropped(part.result if isinstance(part.result, Exception) else None)
+
     def end(self, error: Exception | None) -> None:
         self.ends.append(error)
 
@@ -246,13 +254,17 @@ class Chunks:
 class Several:
     """A line with a write of four sub-chunks, memory for three on both sides, and runs of at most three."""
 
-    def __init__(self, run: Callable[[Sequence[Step]], int]) -> None:
+    def __init__(self, run: Callable[[Sequence[Step]], int], *, digests: object = None) -> None:
         self.runs: list[list[int]] = []
         self.ring = SharedRing(3 * CHUNK)
         memory = StagingMemory(Region(0, 12 * CHUNK), Device(), None)  # of which one receiver gets a quarter
         self.memory = SourceMemory(CHUNK, memory, lambda: None)
         self.void: list[SpanReleased] = []
         self.watched: list[StagedPart] = []
+        self.events: list[object] = []
+        self.applied: list[object] = []
+        self.comings = Comings()
+        self.turns_due_at: list[float] = []
 
         def go(steps: Sequence[Step], receiver: str, comings: object) -> int:
             self.runs.append([step.address // CHUNK for step in steps])
@@ -268,28 +280,47 @@ class Several:
         self.target: Any = SimpleNamespace(
             receiver="d0",
             context=context,
-            room=SimpleNamespace(post=lambda event: None, apply=None),
-            attachment=SimpleNamespace(moved_at=0.0, digests=None),
+            room=SimpleNamespace(post=self.events.append, apply=lambda event, worker: self.applied.append(event)),
+            attachment=SimpleNamespace(moved_at=0.0, digests=digests),
             staged=StagedPath(PeerMemory(0, 1, self.ring), nothing, runs, nothing, CHUNK),
         )
         self.line = StagedWrites(cast(Any, self.target))
         self.write = Chunks(4, self.target)
         self.line.writes[0] = cast(Any, self.write)
 
+    def watch(self, part: StagedPart) -> None:
+        self.watched.append(part)
+
     def turn(self) -> None:
-        worker = SimpleNamespace(
-            memory=self.memory, comings=lambda due_at: Comings(ctypes.c_int64(), 0), watch=self.watched.append
-        )
+        def comings(due_at: float) -> Comings:
+            self.turns_due_at.append(due_at)
+            return self.comings
+
+        worker = SimpleNamespace(memory=self.memory, comings=comings, watch=lambda part: self.watch(part))
         self.line.post_next(cast(Any, worker))
 
     def free_slots(self) -> int:
         """How many the receiver may have beside those that are kept for it."""
         return sum(self.memory.take_now("d0", 0.0) is not None for _ in range(4))
 
+    def broken(self) -> list[BaseException]:
+        """What the room was told of writes of which nobody knows whether they have ended."""
+        return [event.error for event in self.events if isinstance(event, Broke)]
+
 
 def posted(steps: Sequence[Step]) -> None:
     for step in steps:
         step.transfer = TransferHandle()
+
+
+def all_posted(steps: Sequence[Step]) -> int:
+    posted(steps)
+    return len(steps)
+
+
+def one_posted(steps: Sequence[Step]) -> int:
+    posted(steps[:1])
+    return 1
 
 
 def test_a_turn_runs_all_for_which_there_is_memory_and_those_that_were_not_begun_come_first_in_the_next():
@@ -305,12 +336,46 @@ def test_a_turn_runs_all_for_which_there_is_memory_and_those_that_were_not_begun
     assert line.write.in_flight == 3
 
 
-def test_a_room_that_is_given_up_gives_back_what_was_prepared_and_not_begun():
-    def one(steps: Sequence[Step]) -> int:
-        posted(steps[:1])
-        return 1
+def test_once_somebody_has_come_who_is_due_before_no_more_is_prepared():
+    line = Several(all_posted)
+    line.write.on_prepare = line.comings.come
+    line.turn()
+    assert line.runs == [[0]]
+    line.comings = Comings()
+    line.write.on_prepare = lambda: None
+    line.turn()
+    assert line.runs == [[0], [1, 2]]
 
-    line = Several(one)
+
+def test_what_keeps_memory_and_was_not_begun_goes_before_everybody_who_may_wait_for_that():
+    line = Several(one_posted)
+    line.turn()
+    assert line.line.turn_due_at == 0.0
+    line.turn()
+    line.turn()
+    assert line.runs == [[0, 1, 2], [1, 2], [2]], "it prepares no more meanwhile"
+    assert line.turns_due_at == [0.0, 0.0, 0.0]
+    assert line.line.turn_due_at == 5.0 + CHUNK / 1e9, "what is left is due as any other"
+
+
+def test_what_is_woken_in_its_own_turn_goes_first_all_the_same_with_what_was_not_begun():
+    line = Several(one_posted)
+    line.line.write(cast(Any, line.write))
+    assert line.line.turn_due_at > 5.0
+    line.write.on_prepare = line.line.wake
+    line.turn()
+    assert line.line.turn_due_at == 0.0
+
+
+def test_what_was_digested_as_it_was_gathered_is_posted_before_the_next_is():
+    line = Several(all_posted, digests=object())
+    line.turn()
+    line.turn()
+    assert line.runs == [[0], [1]]
+
+
+def test_a_room_that_is_given_up_gives_back_what_was_prepared_and_not_begun():
+    line = Several(one_posted)
     line.turn()
     line.line.cancel(KVFerryError("aborted"), cast(Any, None))
     assert [span.begin // CHUNK for span in line.void] == [1, 2]
@@ -331,3 +396,70 @@ def test_what_is_behind_a_sub_chunk_that_cannot_be_gathered_is_dropped_and_the_w
     assert line.free_slots() == 3
     assert line.write.ends == [problem]
     assert line.line.writes == {}
+
+
+def test_of_a_write_that_has_failed_nothing_is_posted_that_was_prepared():
+    line, problem = Several(one_posted), TransportError("the first has failed")
+    line.turn()
+    (first,) = line.watched
+    first.settled(problem)
+    line.line.landed(first, cast(Any, None))
+    assert [span.begin // CHUNK for span in line.void] == [0, 1, 2]
+    assert problem in line.write.ends
+    assert line.line.writes == {}
+    line.turn()
+    assert line.runs == [[0, 1, 2]]
+
+
+def test_where_a_run_raises_what_is_known_to_be_posted_is_watched_and_the_rest_keeps_its_memory():
+    problem = RuntimeError("planted")
+
+    def raises(steps: Sequence[Step]) -> int:
+        posted(steps[:1])
+        raise problem
+
+    line = Several(raises)
+    line.turn()
+    assert [part.span.begin for part in line.watched] == [0]
+    assert line.broken() == [problem, problem]
+    line.line.cancel(KVFerryError("the room broke"), cast(Any, None))
+    assert line.void == []
+    assert line.free_slots() == 0
+    assert line.write.ends == []
+
+
+def test_where_watching_a_sub_chunk_raises_those_behind_it_are_watched_and_their_ends_are_heard_of():
+    line, problem = Several(all_posted), RuntimeError("planted")
+
+    def watch(part: StagedPart) -> None:
+        line.watched.append(part)
+        if len(line.watched) == 1:
+            raise problem
+
+    line.watch = watch  # type: ignore[method-assign]
+    line.turn()
+    assert len(line.watched) == 3
+    assert line.broken() == [problem]
+    for part in line.watched:
+        part.done(REPORT)
+    assert [event for event in line.events if event in line.watched] == line.watched
+
+
+def test_where_the_end_of_a_sub_chunk_is_more_than_its_room_can_take_those_behind_it_are_watched():
+    line, problem = Several(all_posted), RuntimeError("planted")
+
+    def watch(part: StagedPart) -> None:
+        line.watched.append(part)
+        part.done(REPORT)
+
+    def apply(event: object, worker: object) -> None:
+        line.applied.append(event)
+        if len(line.applied) == 1:
+            raise problem
+
+    line.watch = watch  # type: ignore[method-assign]
+    line.target.room.apply = apply
+    line.turn()
+    assert len(line.watched) == 3
+    assert line.broken() == [problem]
+    assert (line.write.in_flight, len(line.applied)) == (0, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -17,10 +18,11 @@ from kvferry.plan.packing import BlockShape
 from kvferry.staging.compiled_runs import SLICE_BYTES, CompiledRuns
 from kvferry.staging.host import HostKernels, fastest
 from kvferry.staging.kernels import PackedBlocks
+from kvferry.staging.resources import MachineResources
 from kvferry.staging.runs import Comings, Runs, Step
-from kvferry.transport import TransferHandle, Transport
+from kvferry.transport import InProcessNetwork, InProcessTransport, TransferHandle, Transport
 from kvferry.transport.base import CompiledWay
-from kvferry.transport.compiled_posts import PostCalls, Posted, Wire
+from kvferry.transport.compiled_posts import PostCalls, Posted, SharedLock, Wire
 
 POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int
 KIB = 1 << 10
@@ -43,6 +45,8 @@ class Calls:
 
     Attributes:
         outcomes: what posts of writes return, the first one's first; those behind end at once.
+        look: what the status of a write is.
+        on_call: called with what is called: "make", "post" or "look".
         unmade: the numbers of requests that cannot be made.
         made: requests that were made and not destroyed yet.
     """
@@ -53,8 +57,9 @@ class Calls:
     released: list[int] = field(default_factory=list)
     objects: dict[int, Any] = field(default_factory=dict)
     asked: list[int] = field(default_factory=list)
+    look: int = MOVES
     number: int = 0
-    on_post: Callable[[int], None] = lambda number: None
+    on_call: Callable[[str], None] = lambda name: None
 
     def __post_init__(self) -> None:
         self._lists: dict[int, tuple[int, int]] = {}
@@ -118,6 +123,7 @@ class Calls:
     def create_xfer_req(
         self, agent: int, operation: int, ours: int, theirs: int, peer: bytes, where: Any, _: int
     ) -> int:
+        self.on_call("make")
         assert (agent, operation, peer) == (AGENT, 1, b"decode"), "a write of ours to the peer"
         assert self._notification is None, "a request that is made takes none"
         if len(self._requests) in self.unmade:
@@ -142,12 +148,13 @@ class Calls:
         self.writes.append(write)
         if outcome != FAILS:
             ctypes.memmove(write.to, write.source, write.length)
-        self.on_post(len(self.writes))
+        self.on_call("post")
         return outcome
 
     def get_xfer_status(self, _: int, request: int) -> int:
         self.asked.append(ctypes.c_uint64.from_address(request).value)
-        return MOVES
+        self.on_call("look")
+        return self.look
 
     def release_xfer_req(self, _: int, request: int) -> int:
         kept = ctypes.c_uint64.from_address(request)
@@ -173,6 +180,8 @@ class Way(CompiledWay):
 
 class OneWay:
     """A transport that has the way; writes of the interpreter's own are kept, or fail."""
+
+    has_compiled_ways = True
 
     def __init__(self, calls: Calls) -> None:
         self.way: Way | None = Way(calls)
@@ -209,7 +218,7 @@ class World:
         self.kernels = HostKernels([Region(self.pool.ctypes.data, self.pool.size)], fastest()[0])
         self.clock = 0.0
         self.runs = CompiledRuns(self.kernels, cast(Any, self.transport), self.now)
-        self.comings = Comings(ctypes.c_int64(5), 5)
+        self.comings = Comings()
         order = random.permutation(self.pool.size // (96 * KIB) // 4)
         self.steps = [self._step(number, order[number * BLOCKS :]) for number in range(3)]
 
@@ -291,11 +300,83 @@ def test_where_writes_do_not_end_with_their_posts_steps_go_in_one_piece(world: W
     assert [write.notification for write in world.calls.writes] == [step.notification for step in world.steps]
 
 
-def test_a_run_ends_after_a_step_when_somebody_comes(world: World):
-    def come(_: int) -> None:
-        world.comings.count.value += 1
+def test_a_slice_whose_end_the_look_after_its_post_finds_has_ended(world: World):
+    world.calls.outcomes, world.calls.look = [MOVES] * 100, ENDED
+    assert world.run() == 3
+    assert max(write.length for write in world.calls.writes) <= SLICE_BYTES
+    assert world.transport.way is not None
+    assert [posted.handles for posted in world.transport.way.adopted] == [[], [], []]
+    assert len(world.calls.released) == len(world.calls.writes)
+    for number in range(3):
+        world.check(number)
 
-    world.calls.on_post = come
+
+def test_whoever_makes_progress_waits_for_posts_and_looks_and_for_nothing_else(world: World):
+    progress, held = SharedLock(), set[tuple[str, bool]]()
+
+    def look(name: str) -> None:
+        if is_free := progress.acquire(blocking=False):
+            progress.release()
+        held.add((name, not is_free))
+
+    assert world.transport.way is not None
+    world.transport.way.wire.progress = progress.address
+    world.calls.outcomes, world.calls.on_call = [ENDED, MOVES, MOVES, FAILS], look
+    assert world.run() == 2
+    assert held == {("make", False), ("post", True), ("look", True)}
+    assert progress.acquire(blocking=False)
+
+
+def test_it_is_told_when_each_step_began_and_how_long_its_posts_took(world: World):
+    begun_at = time.monotonic()
+    assert world.run() == 3
+    assert world.transport.way is not None
+    for step, posted in zip(world.steps, world.transport.way.adopted, strict=True):
+        assert step.begun_at is not None
+        assert step.gathered_at is not None
+        assert begun_at <= step.begun_at < step.gathered_at
+        assert step.posted_at - step.gathered_at == pytest.approx(posted.posting_s)
+        begun_at = step.posted_at
+
+
+def test_what_was_gathered_beforehand_keeps_the_times_of_that(world: World):
+    step = world.steps[0]
+    for each in step.blocks:
+        world.kernels.gather(each.starts, each.shape, step.source.address + each.offset)
+    before = Step([], step.source, step.address, b"", begun_at=1.0, gathered_at=2.0)
+    assert world.runs.run([before], "decode", world.comings) == 1
+    assert (before.begun_at, before.gathered_at) == (1.0, 2.0)
+    world.check(0)
+
+
+def test_where_taking_over_a_write_raises_those_before_it_are_known(world: World):
+    problem = RuntimeError("planted")
+
+    def adopt(posted: Posted, notification: bytes) -> TransferHandle:
+        if notification == b"step 1":
+            raise problem
+        return TransferHandle()
+
+    assert world.transport.way is not None
+    world.transport.way.adopt = adopt  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="planted"):
+        world.run()
+    assert [step.transfer is None for step in world.steps] == [False, True, True]
+
+
+def test_only_where_compiled_code_can_write_a_run_has_several_steps(world: World):
+    resources = MachineResources()
+    assert resources.runs(world.kernels, cast(Any, world.transport), world.now).most_steps > 1
+    in_process = InProcessTransport(InProcessNetwork(), "prefill")
+    assert resources.runs(world.kernels, in_process, world.now).most_steps == 1
+
+
+def test_a_run_ends_after_a_step_when_somebody_comes(world: World):
+    def come(name: str) -> None:
+        if name == "post":
+            world.comings.come()
+
+    world.calls.on_call = come
     assert world.run() == 1
     assert world.steps[1].transfer is None
     world.check(0)
@@ -303,7 +384,7 @@ def test_a_run_ends_after_a_step_when_somebody_comes(world: World):
 
 
 def test_where_somebody_has_come_before_a_run_does_one_step(world: World):
-    world.comings.seen = 4
+    world.comings.come()
     assert world.run() == 1
 
 
@@ -343,18 +424,20 @@ def test_a_request_that_cannot_be_made_while_a_slice_is_on_its_way_is_no_end_of_
 
 def test_blocks_outside_the_pool_are_refused_before_anything_is_copied(world: World):
     world.steps[1].blocks = [PackedBlocks(np.array([64], np.int64), SHAPE, 0)]
-    assert world.run() == 2
-    assert world.calls.writes == []
-    assert isinstance(world.steps[1].error, RegistrationError)
-    assert world.steps[1].gathered_at is None
+    assert world.run() == 1
     world.check(0)
+    world.steps = world.steps[1:]
+    assert world.run() == 1
+    assert world.calls.writes == []
+    assert isinstance(world.steps[0].error, RegistrationError)
+    assert world.steps[0].gathered_at is None
 
 
-def test_without_a_way_the_interpreter_does_all(world: World):
+def test_without_a_way_the_interpreter_does_one_a_run_since_nothing_is_polled_in_between(world: World):
     world.transport.way = None
-    assert world.run() == 3
-    for number in range(3):
-        world.check(number)
+    assert world.run() == 1
+    world.check(0)
+    assert world.steps[1].transfer is None
     assert world.calls.writes == []
 
 

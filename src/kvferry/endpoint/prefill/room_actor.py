@@ -269,7 +269,8 @@ class RoomActor(Actor, SendingRoom[Worker]):
 
     def _line_up(self, event: RoomEvent) -> None:
         if isinstance(event, PostNextPart):
-            self._gathering.put(self, event.due_at)
+            # Another receiver's may stand behind it that is due before.
+            self._gathering.put(self, min(each.staged.turn_due_at for each in list(self._receivers.values())))
         elif isinstance(event, _ENDS):
             super()._line_up(event)
         else:

@@ -1,9 +1,10 @@
 """The writes of a room to one receiver: directly into its pages (`room_write`), or staged.
 
 Staged ones are gathered sub-chunk by sub-chunk, each written into the receiver's ring in bulk.
-In a turn a room does a run of those for which there is memory, and then queues again (`due_at`). The run ends when
-somebody comes who is due before, so that a huge request delays a small one by a sub-chunk at most. Where memory is
-short, on this side or the receiver's, the room waits for its turn at that ring and holds up no room that needs another.
+In a turn a room does a run of those for which there is memory, and then queues again (`due_at`). Once somebody has come
+who is due before, no more are prepared, and the run ends; what is prepared goes first, since it keeps memory. So a huge
+request delays a small one by a run at most. Where memory is short, on this side or the receiver's, the room waits for
+its turn at that ring and holds up no room that needs another.
 """
 
 from __future__ import annotations
@@ -32,14 +33,9 @@ from kvferry.transport import TransferHandle, TransferReport
 
 @dataclass(frozen=True, slots=True)
 class PostNextPart:
-    """It is the room's turn to post the next sub-chunks to a receiver.
-
-    Attributes:
-        due_at: when the room is due there; others that are due before go first.
-    """
+    """It is the room's turn to post the next sub-chunks to a receiver."""
 
     receiver: str
-    due_at: float
 
 
 @dataclass(slots=True, eq=False)
@@ -246,6 +242,11 @@ class StagedWrites:
         return self._waits_since is not None
 
     @property
+    def turn_due_at(self) -> float:
+        """When the room's next turn is due here, behind others that are due before; inf if none is scheduled."""
+        return self._due_at if self._is_awake else float("inf")
+
+    @property
     def moved_at(self) -> float:
         """Until when nothing need get on: the receiver's ring or memory on this side is kept by writes that failed."""
         if not self.is_waiting:
@@ -261,7 +262,7 @@ class StagedWrites:
     def _go_on(self) -> None:
         """Schedules a turn of the room behind others that are due before, if there is anything to post."""
         first = self._next
-        if self._prepared:  # others wait for the memory that these keep
+        if self._prepared:  # whoever is due before may wait for the memory that these keep
             self._due_at = 0.0
             self.wake()
         elif first is not None:
@@ -272,7 +273,7 @@ class StagedWrites:
         """Schedules a turn of the room, unless one is scheduled already. For any thread."""
         if not self._is_awake:  # it turns false before the room looks again, so that nothing is missed
             self._is_awake = True
-            self._target.room.post(PostNextPart(self._target.receiver, self._due_at))
+            self._target.room.post(PostNextPart(self._target.receiver))
 
     def post_next(self, worker: Worker) -> None:
         """Posts the next sub-chunks, if there are any and memory for them."""
@@ -285,12 +286,9 @@ class StagedWrites:
                 pass
         for part in self._run(comings):
             try:
-                part.begun(worker)
-            except BaseException as error:
+                self._take(part, worker)
+            except BaseException as error:  # those behind it have been posted, too
                 part.broke(error)
-            part.is_new = False
-            if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
-                self.landed(part, worker)
         self._drop_prepared(worker)
         self._go_on()
 
@@ -304,15 +302,26 @@ class StagedWrites:
         parts = list(self._prepared)
         if not parts:
             return []
-        self._prepared.clear()  # what a run that raises has done with them is not known
+        self._prepared.clear()
         try:
             begun = self._target.staged.runs.run([part.step for part in parts], self._target.receiver, comings)
         except BaseException as error:
+            known = [part for part in parts if part.step.transfer is not None]
             for part in parts:
-                part.broke(error)
-            return []
+                if part not in known:  # it may be on its way
+                    part.broke(error)
+            return known
         self._prepared.extend(parts[begun:])
         return parts[:begun]
+
+    def _take(self, part: StagedPart, worker: Worker) -> None:
+        """Takes what came of a sub-chunk that was begun."""
+        try:
+            part.begun(worker)
+        finally:
+            part.is_new = False
+        if part.result is not None:  # ended at once, as on shared memory: no need for a turn of its own
+            self.landed(part, worker)
 
     def _prepare_first(self, worker: Worker) -> bool:
         """Prepares the next sub-chunk, or waits for memory for it. Returns whether the turn goes on."""

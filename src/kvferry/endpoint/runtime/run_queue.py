@@ -11,7 +11,6 @@ time that it has waited and not for each time that it has moved.
 
 from __future__ import annotations
 
-import ctypes
 import heapq
 import itertools
 import math
@@ -104,9 +103,8 @@ class RunQueue:
         # Each is changed by single calls that no thread interrupts, so that a worker that is held up delays no `put`.
         self._actors: list[tuple[float, int, Actor | None]] = []  # a heap
         self._comings = itertools.count()
-        self._comings_before = ctypes.c_int64()
-        self._running: dict[int, float] = {}  # by the worker's thread, when the actor that has its turn was due
-        self._latest_running = -math.inf
+        # By the worker's thread: when the actor was due that had its last turn with `comings`, and those.
+        self._turns: dict[int, tuple[float, Comings]] = {}
         self._handed_in: deque[tuple[Actor, Any]] = deque()
         self.waiting: deque[threading.Lock] = deque()  # a held lock per waiting worker: releasing wakes it
         # Keeps handed-in events in order while several workers take them.
@@ -118,8 +116,9 @@ class RunQueue:
     def put(self, actor: Actor | None, due_at: float = math.inf) -> None:
         """Adds an actor, in front of those that are due later. May be called from any thread."""
         heapq.heappush(self._actors, (due_at, next(self._comings), actor))
-        if due_at < self._latest_running:
-            self._comings_before.value += 1  # where two threads count at once it changes all the same
+        for turn_due_at, comings in list(self._turns.values()):
+            if due_at < turn_due_at:
+                comings.come()
         self.wake_one()
 
     def hand_in(self, actor: Actor, event: Any) -> None:
@@ -138,16 +137,16 @@ class RunQueue:
             self.wake_one()
 
     def comings(self, due_at: float) -> Comings:
-        """Returns what says whether anybody who is due before has come; at once, where somebody waits already.
+        """Returns what says whether anybody who is due before has come, until this thread calls again.
 
         Args:
             due_at: when the actor that has its turn was due.
         """
-        self._running[threading.get_ident()] = due_at
-        self._latest_running = max(list(self._running.values()))
-        seen = self._comings_before.value
-        is_first = all(each[0] >= due_at for each in self._actors[:1])
-        return Comings(self._comings_before, seen if is_first else seen - 1)
+        comings = Comings()
+        self._turns[threading.get_ident()] = due_at, comings  # before it looks who waits: nobody is missed
+        if any(each[0] < due_at for each in self._actors[:1]):
+            comings.come()
+        return comings
 
     def take(self, timeout_s: float | None) -> Actor | None:
         """Removes and returns who is due first, waiting up to timeout_s, or for ever if that is None.

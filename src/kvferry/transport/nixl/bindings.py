@@ -97,3 +97,12 @@ def translated(nixl: ModuleType, what: str, peer: str | None = None) -> Iterator
         nixl.nixlUnknownError,
     ) as error:
         raise TransportError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def as_transport_error(error: Exception, what: str) -> TransportError:
+    """Returns an error as ours: itself, if it is."""
+    if isinstance(error, TransportError):
+        return error
+    ours = TransportError(f"{what}: {type(error).__name__}: {error}")
+    ours.__cause__ = error
+    return ours

@@ -16,10 +16,13 @@ from kvferry.layout import Device, MemoryKind
 from kvferry.loggers import logger_of
 from kvferry.transport.base import CompiledWay, TransferHandle, TransferReport
 from kvferry.transport.compiled_posts import PostCalls, Posted, SharedLock, Wire
-from kvferry.transport.nixl.shares import NixlHandle, Share
-from kvferry.transport.ranges import Connection
+from kvferry.transport.diagnosis import installed_version
+from kvferry.transport.nixl.shares import NixlConnection, NixlHandle, Share
 
 log = logger_of(__name__)
+
+_KNOWN = "1.5."
+"""Of other versions the functions may take other arguments."""
 
 _MEMORY_TYPES = {MemoryKind.DRAM: 0, MemoryKind.VRAM: 1}
 
@@ -28,9 +31,12 @@ def post_calls(nixl: ModuleType) -> PostCalls:
     """Returns the functions of NIXL's C interface, of the wheel that the bindings are from.
 
     Raises:
-        TransportUnavailableError: if it has none.
+        TransportUnavailableError: if it has none, or one that is not known.
     """
     package = nixl.__name__.partition(".")[0]
+    version = installed_version(package) or "?"
+    if not version.startswith(_KNOWN):
+        raise TransportUnavailableError(f"the C interface of {package} {version} is not known, only that of {_KNOWN}x")
     try:
         packages = Path(str(nixl.__file__)).parent.parent
         library = ctypes.CDLL(str(next(packages.glob(f".{package}.mesonpy.libs/libnixl_capi.so"))))
@@ -61,14 +67,14 @@ AskWhy = Callable[[NixlHandle, Share | None], None]
 class NixlWay(CompiledWay):
     """Writes of one range to a peer."""
 
-    def __init__(self, posts: NixlPosts, connection: Connection, ours: Device, ask_why: AskWhy) -> None:
+    def __init__(self, posts: NixlPosts, connection: NixlConnection, ours: Device, ask_why: AskWhy) -> None:
         """Takes a connection.
 
         Args:
             ours: where our memory is.
         """
         theirs = connection.memory.device
-        self.copies_as_it_posts = True
+        self.copies_as_it_posts = connection.copies_as_it_posts
         self.wire = Wire(
             ctypes.pointer(posts.calls),
             ctypes.addressof(posts.agent),
@@ -83,7 +89,7 @@ class NixlWay(CompiledWay):
         self._ask_why = ask_why
 
     def adopt(self, posted: Posted, notification: bytes) -> TransferHandle:
-        self.copies_as_it_posts = not posted.handles
+        self.copies_as_it_posts = self._connection.copies_as_it_posts = not posted.handles
         report = TransferReport(posted.ended_bytes, posted.ended, posted.posting_s, posted.posting_s)
         shares = [Share(0, report=report, has_ended=True), *(Share(handle) for handle in posted.handles)]
         transfer = NixlHandle(self._connection, shares, b"" if posted.is_notified else notification)
@@ -95,35 +101,28 @@ class NixlWay(CompiledWay):
 
 
 class NixlPosts:
-    """An agent's ways to its peers. May be used from any thread."""
+    """What compiled code posts an agent's writes with. May be used from any thread.
+
+    Attributes:
+        progress: held by whoever makes progress: one at a time, and the others sleep.
+        calls: what it calls.
+        agent: the agent's address, as the C interface has it.
+    """
 
     def __init__(self, nixl: ModuleType, agent: Any, progress: SharedLock) -> None:
         """Takes an agent.
-
-        Args:
-            progress: held by whoever makes progress: one at a time, and the others sleep.
 
         Raises:
             TransportUnavailableError: if compiled code cannot use it.
         """
         self.progress = progress
-        self._kept = agent  # of which others have the address
         self.calls = post_calls(nixl)
+        self._kept = agent  # of which others have the address
         self.agent = ctypes.c_uint64(address_of(agent))  # the C interface has it in a structure of its own
-        self._ways: dict[Connection, NixlWay] = {}
-
-    def way(self, connection: Connection, ours: Device, ask_why: AskWhy) -> NixlWay:
-        """Returns the way by a connection; see `NixlWay`."""
-        found = self._ways.get(connection)
-        return self._ways.setdefault(connection, NixlWay(self, connection, ours, ask_why)) if found is None else found
-
-    def forget(self, connection: Connection) -> None:
-        """Forgets the way by a connection that is no more."""
-        self._ways.pop(connection, None)
 
 
 def compiled_posts(nixl: ModuleType, agent: Any, progress: SharedLock) -> NixlPosts | None:
-    """Returns an agent's ways for compiled code; None, which is logged, where it cannot use the agent."""
+    """Returns what posts an agent's writes; None, which is logged, where compiled code cannot use the agent."""
     try:
         return NixlPosts(nixl, agent, progress)
     except TransportUnavailableError as error:

@@ -20,6 +20,17 @@ Lane: TypeAlias = ThreadPoolExecutor
 
 
 @dataclass(slots=True, eq=False)
+class NixlConnection(Connection):
+    """A connection to a peer.
+
+    Attributes:
+        copies_as_it_posts: as `CompiledWay` says.
+    """
+
+    copies_as_it_posts: bool = True
+
+
+@dataclass(slots=True, eq=False)
 class Share:
     """A part of a write, with a request and a status of its own.
 
@@ -54,7 +65,7 @@ class NixlHandle(TransferHandle):
         report: that of the whole write, once it has ended well.
     """
 
-    connection: Connection
+    connection: NixlConnection
     shares: list[Share] = field(default_factory=list)
     notification: bytes = b""
     problem: Exception | None = None
@@ -88,6 +99,16 @@ def on_lanes(
 def seconds(duration: Any) -> float:
     """Converts NIXL's telemetry, which is microseconds or a timedelta depending on its version."""
     return duration.total_seconds() if hasattr(duration, "total_seconds") else float(duration) * 1e-6
+
+
+def report_of(telemetry: Any) -> TransferReport:
+    """Returns what NIXL measured of a request that has ended."""
+    return TransferReport(
+        total_bytes=telemetry.totalBytes,
+        descriptors=telemetry.descCount,
+        post_s=seconds(telemetry.postDuration),
+        transfer_s=seconds(telemetry.xferDuration),
+    )
 
 
 def parts(count: int, num_parts: int) -> list[slice]:

@@ -53,15 +53,15 @@ from kvferry.transport.compiled_posts import SharedLock
 from kvferry.transport.confined_ports import listening_sockets
 from kvferry.transport.copies import Copies
 from kvferry.transport.crowded_ports import CrowdedPorts
-from kvferry.transport.nixl.bindings import agent_config, load_bindings, translated
+from kvferry.transport.nixl.bindings import agent_config, as_transport_error, load_bindings, translated
 from kvferry.transport.nixl.device_choice import chosen_device
 from kvferry.transport.nixl.nixl_diagnosis import NixlDiagnosis
 from kvferry.transport.nixl.nixl_posts import NixlWay, compiled_posts
 from kvferry.transport.nixl.scatter_gather import check_lists as check_scatter_gather
 from kvferry.transport.nixl.scatter_gather import plugin_file, told
 from kvferry.transport.nixl.settings import NixlSettings
-from kvferry.transport.nixl.shares import Lane, NixlHandle, Share, on_lanes, parts, seconds, sum_of
-from kvferry.transport.ranges import Connection, RangeTransport
+from kvferry.transport.nixl.shares import Lane, NixlConnection, NixlHandle, Share, on_lanes, parts, report_of, sum_of
+from kvferry.transport.ranges import RangeTransport
 from kvferry.transport.registered import check_regions
 
 log = logger_of(__name__)
@@ -70,7 +70,7 @@ _FLUSH_AGAIN_S = 1.0
 """How long after a flush that could not be posted the next one is tried. Each is logged."""
 
 
-class NixlTransport(RangeTransport[Connection]):
+class NixlTransport(RangeTransport[NixlConnection]):
     """Moves bytes with NIXL.
 
     What it promises is what NIXL 1.5.1 was measured to do on UCX's shared memory and TCP. Release is no abort: over TCP
@@ -181,7 +181,7 @@ class NixlTransport(RangeTransport[Connection]):
         connection = self.connection(peer)
         if self._posts is None or connection.memory.device.kind is not self._memory.device.kind:
             return None
-        return self._posts.way(connection, self._memory.device, self._ask_why)
+        return NixlWay(self._posts, connection, self._memory.device, self._ask_why)
 
     def _create_backend(self, backend: str, parameters: Mapping[str, str], *, hands_lists: bool) -> int:
         if hands_lists:
@@ -211,7 +211,7 @@ class NixlTransport(RangeTransport[Connection]):
         metadata: bytes = self._agent.getLocalMD()
         return metadata
 
-    def open(self, peer: PeerMetadata) -> Connection:
+    def open(self, peer: PeerMetadata) -> NixlConnection:
         if problem := lack(CONNECTION + SHARE * len(self._lanes)):
             raise TransportError(f"connecting to {peer.name}: {problem}")
         self.disconnect(peer.name)  # NIXL refuses to add an agent of a known name
@@ -226,7 +226,7 @@ class NixlTransport(RangeTransport[Connection]):
                             self._agent.invalidateRemoteMD(name)
                     raise TransportError(f"a peer that calls itself {peer.name!r} sent the metadata of {name!r}")
                 self._agent.makeConnection(name, [self._backend])
-                connection = Connection(peer)
+                connection = NixlConnection(peer)
                 with self._lock:
                     self._tie_lanes(connection)
         except TransportError:
@@ -234,7 +234,7 @@ class NixlTransport(RangeTransport[Connection]):
             raise
         return connection
 
-    def _tie_lanes(self, connection: Connection) -> None:
+    def _tie_lanes(self, connection: NixlConnection) -> None:
         """Makes each lane's first request, one after the other: NIXL gives threads UCX's workers in that order.
 
         Called before any other thread can have made one, so that no two lanes have the same.
@@ -246,9 +246,7 @@ class NixlTransport(RangeTransport[Connection]):
             self._agent.releaseXferReq(lane.submit(self._request, source, connection, address).result())
         self._are_lanes_tied = True
 
-    def hang_up(self, connection: Connection) -> None:
-        if self._posts is not None:
-            self._posts.forget(connection)
+    def hang_up(self, connection: NixlConnection) -> None:
         self._invalidate(connection.peer.name)
 
     def _invalidate(self, peer: str) -> None:
@@ -273,7 +271,7 @@ class NixlTransport(RangeTransport[Connection]):
 
     def start_selected(
         self,
-        connection: Connection,
+        connection: NixlConnection,
         local: PreparedList,
         local_indices: DescriptorIndices,
         remote: PreparedList,
@@ -309,14 +307,14 @@ class NixlTransport(RangeTransport[Connection]):
             shares = [Share(handle, lane) for handle, lane in zip(handles, self._lanes, strict=False)]
             return self._start_shares(shares, connection, notification)
 
-    def start(self, connection: Connection, copies: Copies, notification: bytes) -> TransferHandle:
+    def start(self, connection: NixlConnection, copies: Copies, notification: bytes) -> TransferHandle:
         """Starts a write of one range: those that are selected from lists, NIXL takes as such."""
         ((source, address, length),) = copies
         with self._translated(f"writing {length} bytes to {connection.peer.name}", connection.peer.name):
             share = Share(self._request(Region(source, length), connection, address))
             return self._start_shares([share], connection, notification)
 
-    def _request(self, source: Region, connection: Connection, address: int) -> int:
+    def _request(self, source: Region, connection: NixlConnection, address: int) -> int:
         """Makes a request to write one range."""
         descriptors, ours, theirs = self._nixl.nixlXferDList, self._memory.device, connection.memory.device
         handle: int = self._agent.createXferReq(
@@ -329,7 +327,7 @@ class NixlTransport(RangeTransport[Connection]):
         )
         return handle
 
-    def _start_shares(self, shares: list[Share], connection: Connection, notification: bytes) -> NixlHandle:
+    def _start_shares(self, shares: list[Share], connection: NixlConnection, notification: bytes) -> NixlHandle:
         """Posts the shares of a write, each on its lane. The notification leaves when all of them have ended."""
         is_one = len(shares) == 1  # whose request can carry the notification
         transfer = NixlHandle(connection, shares, b"" if is_one else notification)
@@ -351,27 +349,22 @@ class NixlTransport(RangeTransport[Connection]):
                 if self._is_done(self._agent.postXferReq(share.handle, notification), transfer.peer):
                     self._end(share, share.handle)
         except Exception as error:
-            problem: Exception = error
-            if not isinstance(error, TransportError):
-                problem = TransportError(f"posting to {transfer.peer}: {type(error).__name__}: {error}")
-                problem.__cause__ = error
-            transfer.half_posted(share, problem)
+            transfer.half_posted(share, as_transport_error(error, f"posting to {transfer.peer}"))
 
     def _ask_why(self, transfer: NixlHandle, share: Share | None) -> None:
         """Asks the bindings what compiled code has met: as it posted a share, or (None) as it was to make another."""
         peer, ours = transfer.peer, self._memory.regions[0].address
-        problem: Exception = TransportError(f"posting to {peer}: it failed, and NIXL does not say why")
+        what = f"posting to {peer}"
+        problem = TransportError(f"{what}: it failed, and NIXL does not say why")
         try:
-            with self._translated(f"posting to {peer}", peer):
+            with self._progress, self._translated(what, peer):
                 if share is not None:
                     self._is_done(self._agent.getXferStatus(share.handle), peer)
                 else:
                     address = transfer.connection.memory.regions[0].address
                     self._release_unposted(self._request(Region(ours, 0), transfer.connection, address), peer)
-        except TransportError as error:
-            problem = error
         except Exception as error:
-            problem.__cause__ = error
+            problem = as_transport_error(error, what)
         transfer.half_posted(share, problem)
 
     def _flush(self, share: Share, transfer: NixlHandle) -> None:
@@ -457,13 +450,7 @@ class NixlTransport(RangeTransport[Connection]):
     def _end(self, share: Share, handle: int) -> None:
         """Takes the report of a share that has ended."""
         telemetry = self._agent.getXferTelemetry(handle)
-        share.has_ended = True
-        share.report = TransferReport(
-            total_bytes=telemetry.totalBytes,
-            descriptors=telemetry.descCount,
-            post_s=seconds(telemetry.postDuration),
-            transfer_s=seconds(telemetry.xferDuration),
-        )
+        share.has_ended, share.report = True, report_of(telemetry)
 
     def _is_done(self, status: Any, peer: str) -> bool:
         """Returns whether a write has ended. NIXL raises for failures, but may also return them."""
