@@ -236,8 +236,8 @@ CATALOGUE = (
     PlantedFault(
         "a run goes on beside whoever is due before",
         "staging/blocks.c",
-        "while (begun < count && (!begun || *comings == seen)) {",
-        "while (begun < count && (!begun || seen >= 0 || *comings == seen)) {",
+        "while (begun < count && (!begun || !*comings)) {",
+        "while (begun < count && (!begun || count || !*comings)) {",
         "tests/unit/staging/test_compiled_runs.py",
     ),
     PlantedFault(
@@ -246,6 +246,49 @@ CATALOGUE = (
         "if (!run_step(wire, options, step, slice_bytes)) break;",
         "if (!run_step(wire, options, step, slice_bytes)) continue;",
         "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "compiled code posts beside whoever makes progress",
+        "staging/blocks.c",
+        "    if (wire->progress) pthread_mutex_lock(wire->progress);\n    int status",
+        "    int status",
+        "tests/unit/staging/test_compiled_runs.py",
+    ),
+    PlantedFault(
+        "what was prepared waits behind those who wait for its memory",
+        "endpoint/prefill/staged_writes.py",
+        "            self._due_at = 0.0\n",
+        "            pass\n",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "what a run has posted before it raised is not watched",
+        "endpoint/prefill/staged_writes.py",
+        "            return known\n",
+        "            return []\n",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "a sub-chunk that cannot be watched takes those behind it along",
+        "endpoint/prefill/staged_writes.py",
+        "            except BaseException as error:  # those behind it have been posted, too\n"
+        "                part.broke(error)\n",
+        "            except KeyError as error:\n                part.broke(error)\n",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "of a write that has failed what was prepared is posted",
+        "endpoint/prefill/staged_writes.py",
+        "        else:\n            self._drop_prepared(worker)\n",
+        "",
+        "tests/unit/endpoint/test_staged_writes.py",
+    ),
+    PlantedFault(
+        "the turn of one worker alone is told of who has come",
+        "endpoint/runtime/run_queue.py",
+        "in list(self._turns.values()):",
+        "in list(self._turns.values())[-1:]:",
+        "tests/unit/endpoint/test_concurrency.py",
     ),
     PlantedFault(
         "what was prepared of a room that is given up keeps its memory",
@@ -1532,12 +1575,16 @@ CATALOGUE = (
         "a room that waits for memory takes itself for awake until its turn ends",
         "endpoint/prefill/staged_writes.py",
         "        self._is_awake = False\n"
-        "        if not self._prepared and not self._prepare_first(worker):\n"
-        "            return\n",
-        "        if not self._prepared and not self._prepare_first(worker):\n"
-        "            self._is_awake = False\n"
-        "            return\n"
-        "        self._is_awake = False\n",
+        "        comings = worker.comings(self._due_at)\n"
+        "        if not self._prepared:\n"
+        "            if not self._prepare_first(worker):\n"
+        "                return\n",
+        "        comings = worker.comings(self._due_at)\n"
+        "        if not self._prepared:\n"
+        "            if not self._prepare_first(worker):\n"
+        "                self._is_awake = False\n"
+        "                return\n"
+        "            self._is_awake = False\n",
         "tests/simulation/test_interleaved_memory.py",
     ),
     PlantedFault(

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
+from kvferry.plan.packing import aligned
 from kvferry.protocol.transfer.states import Waits
 from kvferry.settings import Settings
 from proof.simulation.memory import HEAD_DIM, HEADS, KINDS, MOST_TOKENS, Shape
@@ -202,7 +203,7 @@ def _engine(name: str, is_prefill: bool, layers: int, path: str, most_bytes: flo
         direct_bytes=most_bytes,
         direct_receiver_bytes=most_bytes * draw.choice([0.5, 1.0]),
         chunk_bytes=chunk,
-        ring_bytes=chunk * draw.choice([1, 2, 3]),
+        ring_bytes=draw.choice([chunk, 2 * chunk, 3 * chunk, 12 * aligned(chunk)]),
         rings=rings,
         workers=draw.choice([1, 2]),
         gather_workers=gather_workers,

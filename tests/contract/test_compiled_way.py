@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.transports import KINDS, Kit, Pair, arrivals, connected, in_tiers, until
+from msgspec.structs import replace
+from tests.support.transports import KINDS, Kit, Pair, arrivals, connected, in_tiers, nixl_of, until
 
 from kvferry.errors import PeerDisconnectedError, TransportError
-from kvferry.layout import Region
+from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.compiled_runs import CompiledRuns
+from kvferry.staging import compiled_runs
+from kvferry.staging.compiled_runs import SLICE_BYTES, CompiledRuns
 from kvferry.staging.host import HostKernels, fastest
 from kvferry.staging.kernels import PackedBlocks
 from kvferry.staging.runs import Comings, Step
-from kvferry.transport import NixlTransport
+from kvferry.transport import NixlTransport, PeerMetadata
+from kvferry.transport.compiled_posts import Posted
 
 STEP, BLOCK = 1 << 12, 1 << 8
 
@@ -57,12 +61,88 @@ class Run:
             transport.release(transfer)
 
 
-def test_nixl_lends_compiled_code_a_way(kit: Kit):
+def test_nixl_lends_compiled_code_a_way_and_none_to_memory_of_another_kind(kit: Kit):
+    pair = connected(kit)
+    transport = pair.here.transport
+    assert transport.has_compiled_ways
+    assert transport.compiled_way(pair.peer) is not None
+    peer = PeerMetadata.decode(pair.there.transport.metadata())
+    transport.connect(replace(peer, device=Device(MemoryKind.VRAM, 1)).encode())
+    assert transport.compiled_way(pair.peer) is None
+
+
+def test_there_is_no_way_to_a_peer_that_was_disconnected(kit: Kit):
     pair = connected(kit)
     assert pair.here.transport.compiled_way(pair.peer) is not None
+    pair.here.transport.disconnect(pair.peer)
+    with pytest.raises(PeerDisconnectedError):
+        pair.here.transport.compiled_way(pair.peer)
 
 
-def test_what_compiled_code_writes_arrives_and_each_step_is_told_of(kit: Kit):
+def test_whether_posts_copy_is_remembered_of_a_connection_and_not_of_the_next(kit: Kit):
+    pair = connected(kit)
+    transport = pair.here.transport
+
+    def copies_as_it_posts() -> bool:
+        way = transport.compiled_way(pair.peer)
+        assert way is not None
+        return way.copies_as_it_posts
+
+    assert copies_as_it_posts()
+    way = transport.compiled_way(pair.peer)
+    assert way is not None
+    way.adopt(Posted(0, 0, 0.0, [0], is_notified=True, is_made=True, is_half_posted=False), b"")
+    assert not copies_as_it_posts()
+    transport.connect(pair.there.transport.metadata())
+    assert copies_as_it_posts()
+
+
+def test_nobody_waits_for_notifications_while_compiled_code_posts(kit: Kit):
+    run = Run(connected(kit))
+    here, there = run.pair.here.transport, run.pair.there.transport
+    way = here.compiled_way(run.pair.peer)
+    assert way is not None
+    calls = way.wire.calls.contents
+    prototype = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+    post = prototype(calls.post_xfer_req)
+    taken = []
+
+    def take_and_post(agent: int, request: int, options: int) -> int:
+        for _ in range(1000):
+            taken.extend(here.take_notifications())
+        result: int = post(agent, request, options)
+        return result
+
+    kept = prototype(take_and_post)
+    calls.post_xfer_req = ctypes.cast(kept, ctypes.c_void_p).value
+    there.notify(there.connect(here.metadata()), b"beside")
+    assert run.go() == 2
+    assert taken == []
+    assert arrivals(here, 1) == [(run.pair.peer, b"beside")]
+
+
+def test_any_error_of_what_was_half_posted_is_that_of_the_write(kit: Kit, monkeypatch: pytest.MonkeyPatch):
+    pair = connected(kit)
+    assert isinstance(pair.here.transport, NixlTransport)
+    agent, bindings = nixl_of(pair.here.transport)
+
+    def fails(*_: object) -> None:
+        raise bindings.nixlNoTelemetryError("planted")
+
+    way = pair.here.transport.compiled_way(pair.peer)
+    assert way is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(type(agent), "getXferStatus", fails)
+        transfer = way.adopt(Posted(0, 0, 0.0, [0], is_notified=True, is_made=True, is_half_posted=True), b"")
+    with pytest.raises(TransportError, match="nixlNoTelemetryError"):
+        until("end of the write", lambda: pair.here.transport.poll(transfer))
+
+
+@pytest.mark.parametrize("slice_bytes", [BLOCK + 1, SLICE_BYTES])
+def test_what_compiled_code_writes_arrives_and_each_step_is_told_of(
+    kit: Kit, slice_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(compiled_runs, "SLICE_BYTES", slice_bytes)
     run = Run(connected(kit))
     assert run.go() == 2
     assert [step.error for step in run.steps] == [None, None]

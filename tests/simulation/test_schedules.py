@@ -7,17 +7,20 @@ import random
 import secrets
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from proof.planted.guards import PLANTED
 from proof.simulation import Limits, ViolationError, World
 from proof.simulation.circumstances import RARE, TROUBLES, drawn
+from proof.simulation.machines import SimulatedRuns
 from proof.simulation.memory import Arena
 from proof.simulation.search import Findings, run_one, search, shrink
 from tests.simulation.pins import pinned
 from tests.support.tiers import Tier
 
 from kvferry.settings import Settings
+from kvferry.staging.runs import Comings, Step
 
 
 def searched(first: int, count: int, tier: Tier) -> Findings:
@@ -45,6 +48,24 @@ def test_known_schedules_keep_all_laws(tier: Tier):
 @pytest.mark.timeout(7200)
 def test_fresh_schedules_keep_all_laws(tier: Tier):
     searched(secrets.randbelow(2**40), tier.amount(quick=20, full=1_000, long=100_000), tier)
+
+
+def test_runs_of_several_sub_chunks_end_with_any_of_them(monkeypatch: pytest.MonkeyPatch):
+    run, seen = SimulatedRuns.run, set[tuple[int, int]]()
+
+    def runs(self: SimulatedRuns, steps: Sequence[Step], receiver: str, comings: Comings) -> int:
+        begun = run(self, steps, receiver, comings)
+        if steps[begun - 1].error is None:
+            seen.add((len(steps), begun))
+        return begun
+
+    monkeypatch.setattr(SimulatedRuns, "run", runs)
+    arena, sought = Arena(), {(1, 1), (2, 1), (2, 2)}
+    for seed in range(300):
+        run_one(seed, arena)
+        if seen >= sought:
+            return
+    assert seen >= sought
 
 
 def trace_of(seed: int) -> str:

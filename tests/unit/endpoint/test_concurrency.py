@@ -249,13 +249,11 @@ class Hops(Actor):
 def test_a_turn_is_told_of_whoever_is_due_before_it_and_of_nobody_else():
     run_queue = RunQueue()
     hops = [Hops(run_queue) for _ in range(4)]
-    alone = run_queue.comings(5.0)
-    assert not alone.any
-    run_queue.put(hops[0], 6.0)
-    run_queue.put(hops[1], 5.0)
-    assert not alone.any, "they are due later, or then"
-    run_queue.put(hops[2], 4.0)
-    assert alone.any
+    alone, told = run_queue.comings(5.0), []
+    for hop, due_at in zip(hops, [6.0, 5.0, 4.0], strict=False):
+        run_queue.put(hop, due_at)
+        told.append(alone.any)
+    assert told == [False, False, True]
     assert run_queue.comings(5.0).any, "somebody waits already"
     assert run_queue.take(0.0) is hops[2]
     assert not run_queue.comings(5.0).any

@@ -8,7 +8,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from kvferry.errors import TransportUnavailableError
 from kvferry.transport.nixl import bindings
+from kvferry.transport.nixl.nixl_posts import post_calls
 
 CUDA_13, CUDA_12, WHICHEVER = bindings.BINDINGS
 
@@ -29,6 +31,14 @@ def test_the_one_for_torchs_cuda_comes_first(monkeypatch: pytest.MonkeyPatch, cu
     bindings.load_bindings()
     assert asked == [first]
     assert set(bindings.in_order(bindings.torch_cuda_major())) == set(bindings.BINDINGS)
+
+
+def test_the_c_interface_of_a_version_that_is_not_known_is_not_called(monkeypatch: pytest.MonkeyPatch):
+    nixl = bindings.load_bindings()
+    assert post_calls(nixl).post_xfer_req
+    monkeypatch.setattr("kvferry.transport.nixl.nixl_posts.installed_version", lambda package: "1.6.0")
+    with pytest.raises(TransportUnavailableError, match=r"1\.6\.0"):
+        post_calls(nixl)
 
 
 def test_torch_is_not_imported_for_it(monkeypatch: pytest.MonkeyPatch):
