@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,7 @@ from kvferry.protocol.wire import codec, messages
 from kvferry.protocol.wire.codec import decode_notification
 from kvferry.protocol.wire.messages import ChunkArrived, StagedArrived
 from kvferry.staging.digests import verify_chunk, verify_segment
+from kvferry.staging.kernels import PackedBlocks, StartArray
 from kvferry.staging.rings import Span
 from kvferry.testing.probe import probe
 
@@ -432,20 +433,25 @@ def test_what_has_changed_places_is_found(
     assert more in said
 
 
+def exchanged(starts: StartArray) -> StartArray:
+    """The same blocks, of which two have changed places."""
+    starts = starts.copy()
+    starts[[0, 3]] = starts[[3, 0]]
+    return starts
+
+
 @pytest.mark.parametrize("wrong", ["another page", "nothing"])
 def test_a_scatter_that_goes_wrong_is_found(pair: Callable[..., Requests], monkeypatch: pytest.MonkeyPatch, wrong: str):
     requests = pair(ATTENTION, path="staged", checksums=True)
     requests.connect()
     kernels = decode_kernels(requests)
-    real = kernels.scatter
+    real = kernels.scatter_all
 
-    def scatter(address: int, starts: Any, shape: Any) -> None:
+    def scatter_all(address: int, blocks: Sequence[PackedBlocks]) -> None:
         if wrong == "another page":
-            starts = starts.copy()
-            starts[[0, 3]] = starts[[3, 0]]
-            real(address, starts, shape)
+            real(address, [PackedBlocks(exchanged(each.starts), each.shape, each.offset) for each in blocks])
 
-    monkeypatch.setattr(kernels, "scatter", scatter)
+    monkeypatch.setattr(kernels, "scatter_all", scatter_all)
     request = submitted(requests, 2)
     said = failure(request)
     assert f"'k' layer [0, 4) head [0, 4) dim [0, 8) in page {request.destination_pages[0][0]} (page 0 of" in said

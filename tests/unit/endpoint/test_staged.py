@@ -257,14 +257,14 @@ def being_scattered(requests: Requests, monkeypatch: pytest.MonkeyPatch) -> tupl
     """Returns a request of which something is being scattered, and what lets that go on."""
     kernels = decode_kernels(requests)
     begun, go_on = threading.Event(), threading.Event()
-    real = kernels.scatter
+    real = kernels.scatter_all
 
     def slowly(*arguments: Any) -> None:
         begun.set()
         assert go_on.wait(WAIT_S)
         real(*arguments)
 
-    monkeypatch.setattr(kernels, "scatter", slowly)
+    monkeypatch.setattr(kernels, "scatter_all", slowly)
     request = requests.new(1)
     requests.open_decode(request)
     requests.open_prefill(request)
@@ -315,19 +315,19 @@ def test_what_cannot_be_scattered_fails_the_room_alone(pair: Callable[..., Reque
     requests = pair(ATTENTION, Shape(), Shape(), path="staged")
     requests.connect()
     kernels = decode_kernels(requests)
-    real = kernels.scatter
+    real = kernels.scatter_all
 
     def fail(*arguments: Any) -> None:
         raise ZeroDivisionError("division by zero")
 
-    monkeypatch.setattr(kernels, "scatter", fail)
+    monkeypatch.setattr(kernels, "scatter_all", fail)
     request = requests.new(1)
     requests.open_decode(request)
     requests.open_prefill(request)
     requests.submit(request)
     with pytest.raises(TransferFailedError, match=r"could not be put into its pages.*ZeroDivisionError"):
         request.receivers[0].wait(WAIT_S)
-    monkeypatch.setattr(kernels, "scatter", real)
+    monkeypatch.setattr(kernels, "scatter_all", real)
     eventually("all staging memory is free again", all_rings_are_free, requests)
     requests.run(2)
 

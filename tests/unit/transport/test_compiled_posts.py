@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 from kvferry.transport.compiled_posts import SharedLock
 
@@ -13,7 +13,7 @@ def test_one_has_it_and_others_wait_or_do_without():
         with lock:
             assert not other.submit(lock.acquire, blocking=False).result()
             waits = other.submit(lock.acquire)
-            assert not waits.done()
+            assert not wait([waits], timeout=0.05).done
         assert waits.result()
         assert not lock.acquire(blocking=False)
         other.submit(lock.release).result()
