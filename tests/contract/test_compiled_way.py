@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 from collections.abc import Iterator
 
@@ -77,6 +78,18 @@ def test_there_is_no_way_to_a_peer_that_was_disconnected(kit: Kit):
     pair.here.transport.disconnect(pair.peer)
     with pytest.raises(PeerDisconnectedError):
         pair.here.transport.compiled_way(pair.peer)
+
+
+def test_an_agent_lasts_as_long_as_a_way_by_it_and_no_longer(kit: Kit):
+    pair = connected(kit)
+    assert isinstance(pair.here.transport, NixlTransport)
+    agent, _ = nixl_of(pair.here.transport)
+    way = pair.here.transport.compiled_way(pair.peer)
+    assert way is not None
+    pair.here.transport.close()
+    kept = sys.getrefcount(agent)
+    del way
+    assert sys.getrefcount(agent) == kept - 1
 
 
 def test_whether_posts_copy_is_remembered_of_a_connection_and_not_of_the_next(kit: Kit):

@@ -48,7 +48,7 @@ class StagedPart:
         slot: what it keeps of this side's staging memory; None once nothing reads that any more.
         memory: what the slot is of.
         span: what it keeps of the receiver's ring.
-        record: makes its record, given when it was gathered, posted and noticed to have ended.
+        record: makes its record, given when it was begun, gathered, posted and noticed to have ended.
         is_new: whether the room's turn that posts it has not ended.
         may_arrive: whether it has failed, and something of it may arrive yet, or might have.
         landed_at: when its end was noticed.
