@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
+from kvferry.endpoint.prefill import room_actor
 from kvferry.endpoint.prefill.paths import StagedPath
-from kvferry.endpoint.prefill.staged_writes import StagedPart, StagedWrites
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart, StagedWrites
 from kvferry.errors import KVFerryError, TransferTimeoutError, TransportError
 from kvferry.layout import Device, Region
 from kvferry.protocol.transfer.events import Broke
+from kvferry.protocol.transfer.states import TransferState
 from kvferry.protocol.wire.messages import SpanReleased
 from kvferry.staging import StagingMemory
 from kvferry.staging.rings import PeerMemory, SharedRing, Span
@@ -463,3 +466,24 @@ def test_where_the_end_of_a_sub_chunk_is_more_than_its_room_can_take_those_behin
     assert len(line.watched) == 3
     assert line.broken() == [problem]
     assert (line.write.in_flight, len(line.applied)) == (0, 3)
+
+
+def test_a_room_lines_up_for_the_receiver_that_is_due_first_though_another_turn_stands_before(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    lines = {"d0": SimpleNamespace(turn_due_at=5.0), "d1": SimpleNamespace(turn_due_at=0.0)}
+    monkeypatch.setattr(
+        room_actor,
+        "ReceiverWrites",
+        lambda target: Mock(staged=lines[target.receiver], direct=Mock(deferred_chunk=None)),
+    )
+    machine = Mock(room=7, state=TransferState.WAITING_FOR_INPUT, is_done=False, first_waiting=None, held_tokens=0)
+    machine.handle.return_value = []
+    workers, context = Mock(), Mock()
+    context.now.return_value, context.identity.layout = 0.0, Mock(groups=(), shards=())
+    room = room_actor.RoomActor(machine, workers, context, Mock())
+    for receiver in lines:
+        request = room_actor.OpenReceived(Mock(receiver=receiver), Mock(generation=1, receivers=2))
+        room.handle(request, cast(Any, None))
+    room.post(PostNextPart("d0"))
+    workers.gathering.put.assert_called_once_with(room, 0.0)
