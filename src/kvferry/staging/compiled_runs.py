@@ -6,7 +6,6 @@ import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvferry.errors import KVFerryError
 from kvferry.staging.host import COMPILED, Group, HostKernels, described
 from kvferry.staging.runs import Comings, Runs, Step
 from kvferry.transport import Transport
@@ -73,16 +72,16 @@ class CompiledRuns(Runs):
         self._run.restype = _NUMBER
 
     def run(self, steps: Sequence[Step], receiver: str, comings: Comings) -> int:
+        made = (_Step * len(steps))()
         try:
             for step in steps:
                 self._host.check_all(step.blocks)
             way = self._transport.compiled_way(receiver)
-        except KVFerryError:
+            kept = [_describe(step, each) for step, each in zip(steps, made, strict=True)]
+        except Exception:  # nothing was posted: the interpreter says why, if it meets it, too
             way = None
         if way is None:  # one: nothing is polled between those of a run
             return super().run(steps[:1], receiver, comings)
-        made = (_Step * len(steps))()
-        kept = [_describe(step, each) for step, each in zip(steps, made, strict=True)]
         slice_bytes = SLICE_BYTES if way.copies_as_it_posts else max(step.source.length for step in steps)
         begun: int = self._run(way.wire, made, len(steps), slice_bytes, comings.count)
         del kept

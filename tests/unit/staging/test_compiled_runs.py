@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from kvferry.errors import PeerDisconnectedError, RegistrationError, TransportError
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
+from kvferry.staging import compiled_runs
 from kvferry.staging.compiled_runs import SLICE_BYTES, CompiledRuns
 from kvferry.staging.host import HostKernels, fastest
 from kvferry.staging.kernels import PackedBlocks
@@ -438,6 +439,21 @@ def test_without_a_way_the_interpreter_does_one_a_run_since_nothing_is_polled_in
     assert world.run() == 1
     world.check(0)
     assert world.steps[1].transfer is None
+    assert world.calls.writes == []
+
+
+@pytest.mark.parametrize("failing", ["compiled_way", "described"])
+def test_whatever_is_raised_before_anything_is_posted_leaves_a_step_to_the_interpreter(
+    world: World, monkeypatch: pytest.MonkeyPatch, failing: str
+):
+    """Else it would not be known what was posted, and all of the run would keep its memory for good."""
+
+    def fails(_: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(world.transport if failing == "compiled_way" else compiled_runs, failing, fails)
+    assert world.run() == 1
+    world.check(0)
     assert world.calls.writes == []
 
 
