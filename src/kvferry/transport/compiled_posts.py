@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 _POINTER, _NUMBER = ctypes.c_void_p, ctypes.c_int64
 
@@ -45,37 +46,49 @@ class Wire(ctypes.Structure):
 
 _C = ctypes.CDLL(None)
 _HELD = ctypes.PyDLL(None)  # keeps the interpreter's lock: for what returns at once
+# Takes what `with` hands over as it ends, too, which C's functions leave alone.
+_UNLOCK = ctypes.PYFUNCTYPE(None, _POINTER, *[ctypes.py_object] * 3)(("pthread_mutex_unlock", _HELD))
+_ERROR_CHECK = 2  # PTHREAD_MUTEX_ERRORCHECK, on every Linux
 
 
 class SharedLock:
     """A lock that compiled code takes, too: a mutex of the C library.
 
+    Who is interrupted (Ctrl-C) as it takes the lock has it not, and in C nobody is as it gives it back.
+
     Attributes:
         address: the mutex's.
+        release: gives it back, on the thread that has it; on others does nothing.
     """
 
     def __init__(self) -> None:
         """Nobody has it."""
-        self._mutex = (ctypes.c_uint64 * 8)()  # of zeros, and long enough on every Linux
+        kind = (ctypes.c_uint64 * 8)()
+        self._mutex = (ctypes.c_uint64 * 8)()  # long enough on every Linux
         self.address = ctypes.addressof(self._mutex)
+        _HELD.pthread_mutexattr_init(kind)
+        _HELD.pthread_mutexattr_settype(kind, _ERROR_CHECK)
+        _HELD.pthread_mutex_init(self._mutex, kind)
+        self._exit = partial(_UNLOCK, self._mutex)
+        self.release: Callable[[], object] = partial(_HELD.pthread_mutex_unlock, self._mutex)
 
     def acquire(self, *, blocking: bool = True) -> bool:
         """Takes it; returns False if another has it and this is not to wait."""
-        if _HELD.pthread_mutex_trylock(self._mutex) == 0:
-            return True
-        if blocking:
-            _C.pthread_mutex_lock(self._mutex)
-        return blocking
+        try:
+            if _HELD.pthread_mutex_trylock(self._mutex) == 0:
+                return True
+            if blocking:
+                _C.pthread_mutex_lock(self._mutex)
+            return blocking
+        except BaseException:
+            self.release()
+            raise
 
-    def release(self) -> None:
-        """Gives it back, on the thread that has it."""
-        _HELD.pthread_mutex_unlock(self._mutex)
+    __enter__ = acquire
 
-    def __enter__(self) -> None:
-        self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    @property
+    def __exit__(self) -> Callable[..., None]:  # noqa: PLE0302 - asked for before the lock is taken
+        return self._exit
 
 
 @dataclass(frozen=True, slots=True)
