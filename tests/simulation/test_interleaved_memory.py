@@ -150,7 +150,7 @@ def test_two_slots_that_come_back_at_once_go_to_two_who_wait(tier: Tier):
     explore(scenario, lines=[slots, rings], preemptions=deep(tier))
 
 
-RUNS: Any = SimpleNamespace(most_steps=1, run=lambda steps, receiver, comings: len(steps))
+RUNS: Any = SimpleNamespace(steps_to=lambda receiver: 1, run=lambda steps, receiver, comings: len(steps))
 
 
 class Parts:

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvferry.errors import KVFerryError
 from kvferry.staging.host import COMPILED, Group, HostKernels, described
 from kvferry.staging.runs import Comings, Runs, Step
 from kvferry.transport import Transport
@@ -70,6 +71,12 @@ class CompiledRuns(Runs):
             ctypes.POINTER(_NUMBER),
         )
         self._run.restype = _NUMBER
+
+    def steps_to(self, receiver: str) -> int:
+        try:
+            return self.most_steps if self._transport.compiled_way(receiver) is not None else 1
+        except KVFerryError:
+            return 1
 
     def run(self, steps: Sequence[Step], receiver: str, comings: Comings) -> int:
         made = (_Step * len(steps))()

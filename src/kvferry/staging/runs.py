@@ -68,7 +68,7 @@ class Runs:
     """Runs steps. Any thread may, each with staging memory of its own.
 
     Attributes:
-        most_steps: how many a run has at most.
+        most_steps: how many a run has at most, to whomever.
     """
 
     def __init__(
@@ -83,6 +83,10 @@ class Runs:
         self._kernels = kernels
         self._transport = transport
         self._now = now
+
+    def steps_to(self, receiver: str) -> int:
+        """Returns how many a run to a receiver has at most: what more is prepared only keeps memory."""
+        return self.most_steps
 
     def run(self, steps: Sequence[Step], receiver: str, comings: Comings) -> int:
         """Does step after step, until one fails or somebody else has come. Returns how many were begun, at least one.

@@ -81,7 +81,7 @@ class Room:
             observer=SimpleNamespace(deferred=self.deferred.append),
         )
         nothing: Any = None
-        runs: Any = SimpleNamespace(most_steps=1, run=lambda steps, receiver, comings: len(steps))
+        runs: Any = SimpleNamespace(steps_to=lambda receiver: 1, run=lambda steps, receiver, comings: len(steps))
         target: Any = SimpleNamespace(
             receiver="d0",
             context=context,
@@ -279,7 +279,7 @@ class Several:
             identity=SimpleNamespace(endpoint="p0"),
             observer=SimpleNamespace(deferred=lambda receiver: None),
         )
-        runs, nothing = cast(Any, SimpleNamespace(most_steps=3, run=go)), cast(Any, None)
+        runs, nothing = cast(Any, SimpleNamespace(steps_to=lambda receiver: 3, run=go)), cast(Any, None)
         self.target: Any = SimpleNamespace(
             receiver="d0",
             context=context,

@@ -435,7 +435,9 @@ def test_blocks_outside_the_pool_are_refused_before_anything_is_copied(world: Wo
 
 
 def test_without_a_way_the_interpreter_does_one_a_run_since_nothing_is_polled_in_between(world: World):
+    assert world.runs.steps_to("decode") > 1
     world.transport.way = None
+    assert world.runs.steps_to("decode") == 1
     assert world.run() == 1
     world.check(0)
     assert world.steps[1].transfer is None

@@ -282,7 +282,8 @@ class StagedWrites:
         if not self._prepared:
             if not self._prepare_first(worker):
                 return
-            while len(self._prepared) < self._most_steps and not comings.any and self._prepare_another(worker.memory):
+            most_steps = self._most_steps
+            while len(self._prepared) < most_steps and not comings.any and self._prepare_another(worker.memory):
                 pass
         for part in self._run(comings):
             try:
@@ -295,7 +296,8 @@ class StagedWrites:
     @property
     def _most_steps(self) -> int:
         """How many sub-chunks a turn posts at most: one where each is digested, and so gathered beforehand."""
-        return self._target.staged.runs.most_steps if self._target.attachment.digests is None else 1
+        runs, receiver = self._target.staged.runs, self._target.receiver
+        return runs.steps_to(receiver) if self._target.attachment.digests is None else 1
 
     def _run(self, comings: Comings) -> list[StagedPart]:
         """Runs what is prepared. Returns those that were begun."""
