@@ -1180,7 +1180,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "every stage of SGLang's has the first layers of a kind",
-        "engines/sglang/stages.py",
+        "engines/sglang/layers.py",
         "return Stage(first, len(numbers))",
         "return Stage(0, len(numbers))",
         "tests/unit/engines/test_sglang_stages.py",

@@ -14,7 +14,7 @@ from torch.nn import Module, Sequential
 from kvferry import Device, Entry, Interval, RankCoordinates, Shard
 from kvferry.engines.sglang.cache_kinds import KINDS
 from kvferry.engines.sglang.caches import Block, Caches
-from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
+from kvferry.engines.sglang.layers import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.layouts import SHARE, describe
 from kvferry.engines.sglang.pools import caches_of
 from kvferry.errors import LayoutError, UsageError

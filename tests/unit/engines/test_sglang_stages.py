@@ -10,8 +10,8 @@ from tests.support.sglang_pools import Lists, heads_pool, mamba_pool, model_conf
 
 from kvferry import RankCoordinates
 from kvferry.engines.sglang.caches import Heads, Stage, Stages
+from kvferry.engines.sglang.layers import stages_of
 from kvferry.engines.sglang.pools import caches_of
-from kvferry.engines.sglang.stages import stages_of
 from kvferry.errors import LayoutError
 
 MODEL = SimpleNamespace(

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from kvferry.engines.sglang.caches import DRAFT, Attention, Buffers, Heads, Listed, Stage, Uncut
+from kvferry.engines.sglang.layers import MINIMAX_POOLS
 from kvferry.engines.sglang.layouts import INDEX_GROUP, KV_GROUP, PENDING_GROUP, TAIL_GROUP
-from kvferry.engines.sglang.minimax import MINIMAX_POOLS
 from kvferry.errors import LayoutError
 
 _SPARSE = ("DSATokenToKVPool", "HiSparseDSATokenToKVPool")

@@ -179,6 +179,23 @@ def check_pages_are_kept(*, limit_is_users: bool) -> None:
         )
 
 
+def around_gate(original: Callable[[Any], Callable[[], bool]], scheduler: Any) -> Callable[[], bool]:
+    """The hook around SGLang's own gate for moving pages: closes it as well while pages of failed requests are kept.
+
+    A write to these may still be on its way, by the place that they had when the request was opened.
+
+    Args:
+        original: returns SGLang's own, which is True where pages may be moved.
+    """
+    gate = original(scheduler)
+
+    def is_open() -> bool:
+        queue = getattr(scheduler, "disagg_decode_transfer_queue", None)
+        return gate() and not (queue is not None and queue.has_pending_deferred_releases())
+
+    return is_open
+
+
 # ---- parts ----------------------------------------------------------------------------------------------------------
 
 

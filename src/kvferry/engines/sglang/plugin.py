@@ -20,7 +20,6 @@ from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_ver
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.look_ups import hold_unanswered
 from kvferry.engines.sglang.settings import PluginSettings
-from kvferry.engines.sglang.unified import around_gate
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
@@ -157,7 +156,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     # 0.5.22 may not have them: then it has no unified memory with disaggregation.
     unified = (
         Hook(hooks.UNIFIED_BACKENDS, changes.allow_unified_memory, "AROUND"),
-        Hook(hooks.MOVE_GATE, changes.where_on(around_gate), "AROUND"),
+        Hook(hooks.MOVE_GATE, changes.where_on(hooks.around_gate), "AROUND"),
     )
     if all(hook.has_target for hook in unified):
         yield from unified

@@ -27,21 +27,19 @@ from kvferry.engines.sglang.caches import (
     listed_state,
 )
 from kvferry.engines.sglang.companions import check_listed, own_scales_of, pooled_of, scales_of, sparse_of
-from kvferry.engines.sglang.heads import total_of
+from kvferry.engines.sglang.layers import DENSE, INDEX, minimax_of_stage, stages_of, total_of
 from kvferry.engines.sglang.look_ups import take_over
-from kvferry.engines.sglang.minimax import (
-    DENSE,
-    INDEX,
+from kvferry.engines.sglang.placement import Part, Placement, placed
+from kvferry.engines.sglang.recurrent import mamba_pool, state_buffers
+from kvferry.engines.sglang.shared_buffers import (
     heads_of_rows,
     index_of_rows,
     is_of_rows,
-    of_stage,
+    is_unified,
+    layers_of,
     parts_of_rows,
+    state_of,
 )
-from kvferry.engines.sglang.placement import Part, Placement, placed
-from kvferry.engines.sglang.recurrent import mamba_pool, state_buffers
-from kvferry.engines.sglang.stages import stages_of
-from kvferry.engines.sglang.unified import is_unified, layers_of, state_of
 from kvferry.engines.sglang.weights import Weights
 from kvferry.errors import LayoutError, UsageError
 from kvferry.loggers import logger_of
@@ -193,7 +191,7 @@ def caches_of(
     for number, kind in enumerate(args.state_types):
         _READERS.get(kind.value, _Reading.read_recurrent)(reading, number, kind.value)
     if place.pp_size > 1 and name == "MiniMaxSparseKVPool":
-        reading.apart = of_stage(reading.apart, reading.full, model)
+        reading.apart = minimax_of_stage(reading.apart, reading.full, model)
     return Caches(
         kv=reading.full,
         draft=reading.drafts,

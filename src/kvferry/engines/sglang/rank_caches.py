@@ -16,9 +16,9 @@ from kvferry import Device, Entry, MemoryKind, RankLayout
 from kvferry.engines.fingerprint import CacheIdentity
 from kvferry.engines.sglang.compressed import rings_of
 from kvferry.engines.sglang.contract import engine_version
-from kvferry.engines.sglang.heads import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.hisparse import apart, beside, is_hisparse
 from kvferry.engines.sglang.identity import cache_identity
+from kvferry.engines.sglang.layers import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.pools import caches_of, draft_modules
