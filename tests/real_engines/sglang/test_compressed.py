@@ -34,8 +34,7 @@ from tests.real_engines.sglang.pool_ranks import (
 from tests.real_engines.sglang.ranks import DECODE, PREFILL, Model
 from tests.real_engines.sglang.test_ranks import Pair, pair
 
-from kvferry.engines.sglang.compressed import compressed_caches, rings_of
-from kvferry.engines.sglang.rings import Rings
+from kvferry.engines.sglang.compressed import Rings, compressed_caches, rings_of
 from kvferry.errors import LayoutError
 
 __all__ = ["pair"]  # a fixture

@@ -7,7 +7,7 @@ import pytest
 from numpy.typing import NDArray
 
 from kvferry import GroupPages
-from kvferry.engines.sglang.rings import OVERLAP_TOKENS, Rings
+from kvferry.engines.sglang.compressed import OVERLAP_TOKENS, Rings
 from kvferry.errors import EngineContractError
 
 PAGE = 16

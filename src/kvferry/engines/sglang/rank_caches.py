@@ -14,7 +14,7 @@ from sglang.srt.server_args import ServerArgs
 
 from kvferry import Device, Entry, MemoryKind, RankLayout
 from kvferry.engines.fingerprint import CacheIdentity
-from kvferry.engines.sglang.compressed import rings_of
+from kvferry.engines.sglang.compressed import Rings, rings_of
 from kvferry.engines.sglang.contract import engine_version
 from kvferry.engines.sglang.hisparse import apart, beside, is_hisparse
 from kvferry.engines.sglang.identity import cache_identity
@@ -22,7 +22,6 @@ from kvferry.engines.sglang.layers import loaded_modules, totals_by_layer
 from kvferry.engines.sglang.layouts import describe
 from kvferry.engines.sglang.placement import Placement
 from kvferry.engines.sglang.pools import caches_of, draft_modules
-from kvferry.engines.sglang.rings import Rings
 from kvferry.errors import LayoutError, UsageError
 
 

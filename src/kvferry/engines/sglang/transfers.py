@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from sglang.srt.disaggregation.base.conn import KVPoll, StateType
 
 from kvferry import GroupPages, Receiver, Sender, TransferState
+from kvferry.engines.sglang.compressed import Rings
 from kvferry.engines.sglang.hisparse import JointReceiver
 from kvferry.engines.sglang.layouts import (
     COMPRESSION_GROUP,
@@ -26,7 +27,6 @@ from kvferry.engines.sglang.layouts import (
     WINDOW_GROUP,
 )
 from kvferry.engines.sglang.placement import Placement
-from kvferry.engines.sglang.rings import Rings
 from kvferry.errors import EngineContractError
 
 POLLS: Mapping[TransferState, int] = {
