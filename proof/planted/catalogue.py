@@ -1250,7 +1250,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "an adapter that SGLang has loaded is what lies at its path",
-        "engines/sglang/adapters.py",
+        "engines/sglang/conditions.py",
         "before not in (None, after)",
         "False",
         "tests/unit/engines/test_sglang_identity.py",

@@ -22,7 +22,7 @@ from tests.real_engines.sglang.ranks import Model, place
 from tests.real_engines.sglang.test_ranks import Pair, assert_fails, pair
 from tests.support.waiting import eventually
 
-from kvferry.engines.sglang import adapters
+from kvferry.engines.sglang import conditions
 from kvferry.engines.sglang.conditions import conditions_of
 from kvferry.engines.sglang.receiver import KVFerryReceiver
 from kvferry.engines.sglang.sender import KVFerrySender
@@ -166,7 +166,7 @@ def test_how_many_ranks_have_experts_is_no_salt(monkeypatch: pytest.MonkeyPatch,
     """Of two servers with --elastic-ep-backend, one whose cache shares no prefixes exchanged nothing with the other."""
     monkeypatch.setattr(scheduler, "get_exec", lambda: SimpleNamespace(moe=SimpleNamespace(elastic_ep_backend="nixl")))
     monkeypatch.setattr(ElasticEPStateManager, "instance", lambda: object())
-    monkeypatch.setattr(adapters, "identity", lambda *_: "")
+    monkeypatch.setattr(conditions, "adapter_loaded", lambda *_: "")
 
     def side(ranks: int | None) -> dict[str, bytes]:
         monkeypatch.setattr(ElasticEPStateManager, "get_effective_ep_size", lambda: ranks)

@@ -18,7 +18,7 @@ from tests.unit.engines.test_checkpoints import in_the_hubs_cache
 
 from kvferry.engines.checkpoints import weights_identity
 from kvferry.engines.fingerprint import request_conditions
-from kvferry.engines.sglang import adapters
+from kvferry.engines.sglang import conditions
 from kvferry.engines.sglang.conditions import Prompt, around_requests, conditions_of, current
 from kvferry.engines.sglang.identity import cache_identity
 from kvferry.errors import EngineContractError
@@ -211,7 +211,7 @@ def test_what_differs_is_named(name: str, changes: dict[str, Any]):
 @pytest.fixture
 def lora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, bytes]]:
     """Loads an adapter as SGLang does, in a server that has loaded none, and returns the conditions of its requests."""
-    monkeypatch.setattr(adapters, "_loaded", {})
+    monkeypatch.setattr(conditions, "_loaded", {})
 
     def load(
         ref: Any, *sent: Any, meanwhile: Callable[[], object] = lambda: None, success: bool = True
@@ -220,7 +220,7 @@ def lora(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, bytes]]:
             meanwhile()
             return SimpleNamespace(success=success)
 
-        around = adapters.around_load_of_tensors if sent else adapters.around_load
+        around = conditions.around_load_of_tensors if sent else conditions.around_load
         around(original, None, ref, *sent)
         return asked_with(ref)
 

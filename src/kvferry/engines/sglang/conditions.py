@@ -2,22 +2,29 @@
 
 SGLang gives senders and receivers the number of a room, and nothing of the request. So hooks stand around the places
 where it makes them, and whoever is made there takes the request's conditions from here.
+
+An adapter is what it was when SGLang loaded it, which may be another thing than what lies at its path by now.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import secrets
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from kvferry.engines.checkpoints import adapter_identity, adapter_use, model_directory
 from kvferry.engines.fingerprint import MultimodalInput, request_conditions
-from kvferry.engines.sglang import adapters
-from kvferry.errors import EngineContractError, KVFerryError, UsageError, quoted
+from kvferry.errors import EngineContractError, KVFerryError, ModelError, UsageError, quoted
+from kvferry.loggers import logger_of
+
+log = logger_of(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     return request_conditions(
         tokens,
         embedding=_embedding(req.input_embeds or []),
-        lora=adapters.identity(req.lora_id),
+        lora=adapter_loaded(req.lora_id),
         multimodal=inputs,
         salt=_salt(req),
     )
@@ -140,3 +147,66 @@ def _salt(req: Any) -> str:
         key = key.removesuffix(req.lora_id)  # SGLang puts it there
     parts = [part for part in (key, req.cache_salt) if part]
     return "\0".join(parts)
+
+
+# ---- adapters --------------------------------------------------------------------------------------------------------
+
+_loaded: dict[str, str] = {}
+"""What was loaded, by the id that this server gave it, which no other adapter gets."""
+
+
+def around_load(original: Callable[..., Any], manager: Any, ref: Any) -> Any:
+    """Around what loads an adapter from its files, at the start or later, into the server's memory."""
+    before = _read(ref)
+    result = original(manager, ref)
+    if not result.success:
+        return result
+    after = _read(ref)
+    if before not in (None, after):  # None before the hub's client has fetched it
+        log.error(
+            "requests with LoRA adapter %r are not exchanged: its files in %s were written while SGLang loaded them. "
+            "Unload it, and load it again",
+            ref.lora_name,
+            ref.lora_path,
+        )
+        after = f"unknown {secrets.token_hex(8)}"
+    _loaded[ref.lora_id] = after or ref.lora_name
+    return result
+
+
+def around_load_of_tensors(
+    original: Callable[..., Any], manager: Any, ref: Any, tensors: Any, configuration: Any, *more: Any
+) -> Any:
+    """Around what loads an adapter from tensors that a client has sent: they are in no file."""
+    result = original(manager, ref, tensors, configuration, *more)
+    if result.success:
+        _loaded[ref.lora_id] = _content(tensors, configuration, more)
+    return result
+
+
+def adapter_loaded(lora_id: str | None) -> str:
+    """Identifies a request's adapter; empty without one.
+
+    Args:
+        lora_id: this server's own for it, which stands for what was never seen to be loaded.
+    """
+    return _loaded.get(lora_id, lora_id) if lora_id is not None else ""
+
+
+def _content(tensors: Mapping[str, Any], configuration: Mapping[str, Any], more: object) -> str:
+    import torch
+
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}\0{tensor.dtype}\0{list(tensor.shape)}\0".encode())
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return f"{digest.hexdigest()} ({len(tensors)} tensors), {adapter_use({**configuration, 'more': more})}"
+
+
+def _read(ref: Any) -> str | None:
+    """Identifies what lies at an adapter's path; None if nothing can be read there."""
+    directory = model_directory(ref.lora_path, None) if ref.lora_path else None
+    try:
+        return None if directory is None else adapter_identity(directory)
+    except ModelError:
+        return None

@@ -14,8 +14,7 @@ from functools import cache
 from typing import Any
 
 from kvferry.engines.contract import enforce, holds
-from kvferry.engines.sglang import adapters, consensus, hooks, layer_steps, pools, termination, weights
-from kvferry.engines.sglang.conditions import around_requests
+from kvferry.engines.sglang import conditions, consensus, hooks, layer_steps, pools, termination, weights
 from kvferry.engines.sglang.contract import ENDING, LOADING, SERVING, engine_version
 from kvferry.engines.sglang.hooks import Hook
 from kvferry.engines.sglang.look_ups import hold_unanswered
@@ -127,7 +126,7 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
 
     members = {member.name: member.value for member in utils.TransferBackend}
     backends = Enum("TransferBackend", {**members, "KVFERRY": NAME}, module=utils.__name__)  # type: ignore[misc]
-    around_a_request = around_requests(_digests_inputs)
+    around_a_request = conditions.around_requests(_digests_inputs)
     yield Hook(hooks.BACKENDS, backends, "REPLACE")
     yield Hook(hooks.KV_CLASS, changes.choose, "AROUND")
     yield Hook(hooks.PREFILL_MANAGER, pools.around_managers, "AROUND")
@@ -147,8 +146,8 @@ def _hooks(changes: _Changes) -> Iterator[Hook]:
     yield Hook(hooks.STORE_ATTACHED, weights.after_attaching, "AFTER")
     yield Hook(hooks.CACHE_FLUSHED, weights.after_flush, "AFTER")
     # Without these, what an adapter was when it was loaded would not be known.
-    yield Hook(hooks.ADAPTER_LOADED, changes.where_on(adapters.around_load), "AROUND")
-    yield Hook(hooks.ADAPTER_OF_TENSORS, changes.where_on(adapters.around_load_of_tensors), "AROUND")
+    yield Hook(hooks.ADAPTER_LOADED, changes.where_on(conditions.around_load), "AROUND")
+    yield Hook(hooks.ADAPTER_OF_TENSORS, changes.where_on(conditions.around_load_of_tensors), "AROUND")
     # Without these, pipeline stages of a decode server that came to differ answer nothing any more.
     yield Hook(hooks.STAGES_ENDED, changes.where_on(consensus.agree_on_ended), "AROUND")
     yield Hook(hooks.STAGE_TAKES, changes.where_on(consensus.take_ended), "AROUND")
