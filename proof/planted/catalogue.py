@@ -767,9 +767,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a request whose name looks like a choice's is taken for one of vLLM's",
-        "engines/vllm/choices.py",
-        'return None if match is None else (match["whole"], arrival_time)',
-        'return None if match is None else (match["whole"], 0.0)',
+        "engines/vllm/fetching.py",
+        'match["whole"], request.arrival_time,',
+        'match["whole"], 0.0,',
         "tests/unit/engines/test_vllm_scheduling.py",
     ),
     PlantedFault(

@@ -12,8 +12,8 @@ import pytest
 from tests.support.vllm_conditions import made_up
 from tests.support.waiting import eventually
 
+from kvferry.engines.vllm import fetching
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.choices import MOST_REMEMBERED, FirstChoices
 from kvferry.engines.vllm.identity import Conditions as DependsOn
 from kvferry.engines.vllm.parameters import (
     LARGEST_ROOM,
@@ -979,14 +979,6 @@ class TestChoicesThatAreSent:
             scheduler.allocate(request)
             assert [sent.room for sent in scheduler.step(request, 14).send] == [room]
 
-
-def test_only_the_latest_requests_are_remembered():
-    first: FirstChoices[int] = FirstChoices()
-    for number in range(MOST_REMEMBERED + 1):
-        first.add(number, number)
-    assert first.get(0) is None
-    assert first.get(MOST_REMEMBERED) == MOST_REMEMBERED
-
     @pytest.mark.parametrize("is_first", [True, False])
     def test_a_choice_that_ends_before_it_is_scheduled_refuses_no_room_of_another(self, is_first: bool):
         scheduler, each = Scheduler(), choices(prefill_request(14))
@@ -994,6 +986,18 @@ def test_only_the_latest_requests_are_remembered():
             scheduler.allocate(each[0])
         scheduler.side.finished(each[1], is_aborted=True)
         assert set(scheduler.step().refuse) == ({9} if is_first else set())
+
+
+def test_only_the_latest_requests_are_remembered(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetching, "MOST_REMEMBERED", 2)
+    scheduler = Scheduler()
+    asked = [prefill_request(14, room=room) for room in (1, 2, 3)]
+    each = [[replace(one, request_id=f"{choice}_{number}") for choice in "01"] for number, one in enumerate(asked)]
+    for first, _ in each:
+        scheduler.allocate(first)
+    for (_, second), sent in ((each[2], []), (each[0], [1])):
+        scheduler.allocate(second)
+        assert [blocks.room for blocks in scheduler.step(second, 14).send] == sent
 
 
 class TestParameters:

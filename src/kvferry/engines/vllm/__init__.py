@@ -1,7 +1,7 @@
 """kvferry as a connector of vLLM 0.31, 0.32 and 0.33.
 
 `cache_kinds` says which caches are transferred, `layouts` describes them, `modules` finds out which KV heads they have.
-`scheduling` decides in the scheduler what leaves, and `fetching` what comes, for the `choices` of a request together;
+`scheduling` decides in the scheduler what leaves, and `fetching` what comes, for all choices of a request together;
 `worker`, `outgoing` and `blocks` do it in the workers; `parameters` and `steps` are what travels, and `engine_names`
 answers gateways that ask. `changes` notices `weights` and `adapters` that are replaced. `guards` refuses what would go
 wrong, `contract` a vLLM that has changed, and here is shown in vLLM's log what is said. `configuration` is what

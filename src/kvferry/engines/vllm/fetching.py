@@ -1,21 +1,78 @@
 """The requests that a decode engine fetches, in vLLM's scheduler: where their caches go, and who copies what came.
 
-One choice of a request fetches, and the others copy its blocks, see `choices`.
+The choices of a request with `n` > 1 have one prompt, one cache and one room. vLLM calls them "0_<name>", "1_<name>"
+and so on, gives each the parameters of the one that was asked for, and schedules them like any others. A room is opened
+once: the first choice sends, or fetches, for all of them. On the decode side the others wait for it and copy its
+blocks; on the prefill side they answer with its room.
+
+A caller's own requests may have such names as well, or one name twice. They have come in at other times: all choices of
+one request have its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import re
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
 
 from kvferry.engines.vllm.caches import Block, BlockPool, BlockTables, CacheGroup, Request
-from kvferry.engines.vllm.choices import Fetch, FetchState, FirstChoices, fetch_key
-from kvferry.engines.vllm.parameters import ReceiveParameters
+from kvferry.engines.vllm.parameters import ReceiveParameters, SendParameters
 from kvferry.engines.vllm.steps import BlocksToReceive, GroupBlocks, Step
 
 if TYPE_CHECKING:
     from kvferry.engines.vllm.identity import Conditions
+
+MOST_REMEMBERED = 4096
+"""A choice may be scheduled long after the first one has ended. Those of older requests are taken for first ones."""
+
+_CHOICE = re.compile(r"\d+_(?P<whole>.+)", re.DOTALL)
+
+First = TypeVar("First")
+
+
+class FirstChoices(OrderedDict[Hashable, First]):
+    """What is known of the first choices of the latest requests, by whatever tells requests apart."""
+
+    def __setitem__(self, key: Hashable, first: First) -> None:
+        super().__setitem__(key, first)
+        if len(self) > MOST_REMEMBERED:
+            self.popitem(last=False)
+
+
+def choices_of(request: Request, params: SendParameters | ReceiveParameters) -> Hashable | None:
+    """Returns what all choices of a request have in common, and no two requests; None if it is no choice.
+
+    Args:
+        params: the request's; of one to be sent whose room the other side does not know yet each choice has others.
+    """
+    match = _CHOICE.fullmatch(request.request_id)
+    if match is None:
+        return None
+    is_shared = isinstance(params, ReceiveParameters) or params.is_known
+    return match["whole"], request.arrival_time, params if is_shared else None
+
+
+class FetchState(Enum):
+    """How far the first choice of a request is with what it fetches."""
+
+    FETCHING = "fetching"
+    FETCHED = "fetched"
+    FAILED = "failed"
+
+
+@dataclass(slots=True)
+class Fetch:
+    """The fetch that serves all choices of a request.
+
+    Attributes:
+        request: the first choice, which fetches; None once it has lost what it had, or where it had it from elsewhere.
+    """
+
+    request: Request | None
+    state: FetchState
 
 
 class Fetches:
@@ -42,7 +99,7 @@ class Fetches:
 
     def is_begun(self, params: ReceiveParameters, request: Request) -> bool:
         """Whether a request is fetched, or was: it, or another choice for it."""
-        return self._choices.get(fetch_key(request, params)) is not None
+        return self._choices.get(choices_of(request, params)) is not None
 
     def missing(self, params: ReceiveParameters, request: Request, there: int, tokens: int) -> int | None:
         """Returns how many tokens can be fetched of so many that are not here; None as long as nobody knows.
@@ -51,7 +108,7 @@ class Fetches:
             there: how many of its tokens the prefill engine sends.
             tokens: how many of these are not here.
         """
-        fetch = self._choices.get(fetch_key(request, params))
+        fetch = self._choices.get(choices_of(request, params))
         if fetch is None or fetch.state is FetchState.FAILED:
             return tokens
         if fetch.state is FetchState.FETCHING:
@@ -60,7 +117,7 @@ class Fetches:
 
     def begin(self, params: ReceiveParameters, request: Request, wanted: BlocksToReceive, step: Step) -> None:
         """Fetches a request, unless it is a choice of one that was fetched."""
-        key = fetch_key(request, params)
+        key = choices_of(request, params)
         fetch = self._choices.get(key)
         if fetch is not None:
             if wanted.is_wanted:
@@ -69,18 +126,18 @@ class Fetches:
         if key is not None and wanted.is_wanted:
             fetch = Fetch(request, FetchState.FETCHING)
             self._first[request.request_id] = fetch
-            self._choices.add(key, fetch)
+            self._choices[key] = fetch
         elif key is not None:
             # What it has came from elsewhere, and may be on its way: the others have their own prefix, or compute.
-            self._choices.add(key, Fetch(None, FetchState.FETCHED))
+            self._choices[key] = Fetch(None, FetchState.FETCHED)
         self._ask(request, wanted, step)
 
     def decline(self, params: ReceiveParameters, request: Request, wanted: BlocksToReceive, step: Step) -> None:
         """Asks for no pages of a request that ended before it was scheduled, so that the prefill engine releases it."""
-        key = fetch_key(request, params)
+        key = choices_of(request, params)
         if self._choices.get(key) is None:
             if key is not None:
-                self._choices.add(key, Fetch(None, FetchState.FAILED))
+                self._choices[key] = Fetch(None, FetchState.FAILED)
             self._ask(request, wanted, step)
 
     def wanted(

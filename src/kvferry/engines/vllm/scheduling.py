@@ -14,8 +14,7 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvferry.engines.vllm.caches import Block, BlockPool, BlockTables, CacheGroup, Request
-from kvferry.engines.vllm.choices import FirstChoices, send_key
-from kvferry.engines.vllm.fetching import Fetches
+from kvferry.engines.vllm.fetching import Fetches, FirstChoices, choices_of
 from kvferry.engines.vllm.holding import HeldRequests
 from kvferry.engines.vllm.parameters import (
     ReceiveParameters,
@@ -243,12 +242,12 @@ class SchedulerSide:
 
     def _begin_to_send(self, params: SendParameters, request: Request) -> None:
         name = request.request_id
-        key = send_key(request, params)
+        key = choices_of(request, params)
         if key is not None:
             if key in self._sent_choices:
                 self._answered_choices[name] = key
                 return
-            self._sent_choices.add(key, params)
+            self._sent_choices[key] = params
         tokens = self._sent_tokens(request)
         self._sending[name] = self.unfinished[name] = _Sending(
             request, params, tokens, depends_on=self._conditions.of(request, tokens)
@@ -384,9 +383,9 @@ class SchedulerSide:
 
     def _withdraw(self, sending: _Sending) -> None:
         """Has no other choice promise what is not sent."""
-        key = send_key(sending.request, sending.params)
+        key = choices_of(sending.request, sending.params)
         if key is not None:
-            self._sent_choices.add(key, None)
+            self._sent_choices[key] = None
 
     def _answer(self, params: SendParameters, request: str, tokens: int) -> dict[str, Any]:
         return answer(params, engine=self._engine, instance=self._instance, request=request, tokens=tokens)
@@ -415,7 +414,7 @@ class SchedulerSide:
             return  # nobody can ask for it
         if params is None or not params.is_known:
             return
-        if is_first or send_key(request, params) not in self._sent_choices:
+        if is_first or choices_of(request, params) not in self._sent_choices:
             self._step.refuse[params.room] = f"the request {_ENDED} any of it was computed"
 
     def reported(self, sent: Iterable[str], received: Collection[str], failed: Collection[str] = ()) -> set[str]:
