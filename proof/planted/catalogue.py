@@ -803,7 +803,7 @@ CATALOGUE = (
     PlantedFault(
         "a draft that no ranks of vLLM's share is described as a share",
         "engines/vllm/layouts.py",
-        "has_every_token=first.group.token_ranks == 1 and not tokens.partition.is_whole",
+        "has_every_token=layer.group.token_ranks == 1 and not tokens.partition.is_whole",
         "has_every_token=False",
         "tests/unit/engines/test_vllm_shares.py",
     ),
@@ -817,8 +817,8 @@ CATALOGUE = (
     PlantedFault(
         "a stage of vLLM's names components by its own layers alone",
         "engines/vllm/layouts.py",
-        "named(everywhere([*alike, *kept]))",
-        "named([*alike, *kept])",
+        "named(everywhere([*kept]))",
+        "named([*kept])",
         "tests/unit/engines/test_vllm_stages.py",
     ),
     PlantedFault(
@@ -991,9 +991,9 @@ CATALOGUE = (
     ),
     PlantedFault(
         "layers of two block tables are one run",
-        "engines/vllm/layouts.py",
-        "(layer.number, layer.group.name, layer.heads)",
-        "(layer.number, 0, layer.heads)",
+        "engines/vllm/components.py",
+        "piece.number - index, piece.group, piece.held",
+        "piece.number - index, 0, piece.held",
         "tests/unit/engines/test_vllm_layouts.py",
     ),
     PlantedFault(

@@ -12,8 +12,8 @@ import torch
 from tests.support.crossing import cross
 
 from kvferry import GroupPages
+from kvferry.engines.vllm import components
 from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
-from kvferry.engines.vllm.components import named
 from kvferry.engines.vllm.layouts import describe
 from kvferry.engines.vllm.states import (
     SHARE,
@@ -21,8 +21,7 @@ from kvferry.engines.vllm.states import (
     State,
     StateLayer,
     ring_of,
-    state_forms,
-    state_shards,
+    state_pieces,
     states_of,
 )
 from kvferry.errors import IncompatiblePeerError, LayoutError
@@ -128,9 +127,9 @@ def rank_states(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[tuple[S
 
 def shards_from(layers: Sequence[StateLayer], coordinates: RankCoordinates) -> list[Shard]:
     """The shards of layers that are all of the model's that keep state."""
-    forms = state_forms(layers, LAYERS, coordinates)
-    components = named(forms)
-    return [shard for form, pieces in forms.items() for shard in state_shards(components[form], pieces)]
+    forms = components.by_form(state_pieces(layers, LAYERS, coordinates))
+    names = components.named(forms)
+    return [shard for form, pieces in forms.items() for shard in components.shards_of(names[form], pieces)]
 
 
 def shards_of(kind: Kind, tp: int, rank: int, *, first: bool) -> tuple[list[Shard], list[tuple[Any, ...]]]:

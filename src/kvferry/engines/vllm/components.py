@@ -8,17 +8,15 @@ all stages.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 
-from kvferry import Component, Shard, empty_shard
+from kvferry import Component, Interval, Shard, empty_shard, shard_from_tensors
 from kvferry.errors import LayoutError
-
-Layer = TypeVar("Layer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +76,68 @@ def _alike(one: ComponentForm, other: ComponentForm) -> str:
     return f"{layers} are of one kind and keep different things: {' and '.join(parts)}"
 
 
-def runs_of(layers: Iterable[Layer], place: Callable[[Layer], tuple[int, object, object]]) -> Iterator[list[Layer]]:
-    """Yields runs of a component's layers that follow each other, with the same block table and the same parts held.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one layer has of one component.
 
-    Args:
-        layers: in the order of their numbers.
-        place: returns a layer's number, its group, and what the rank holds of it.
+    Attributes:
+        form: of the component, with the name of this layer.
+        number: of the layer, in the whole model; of a draft model's, among those of the draft.
+        group: the name of its group.
+        view: of the layer's tensor.
+        dims: what the view's dimensions are, as `shard_from_tensors` has them.
+        held: what this rank has, by axis; all of those that are missing.
+        page_tokens: tokens in a page where tokens do not lie apart; else None.
+        has_every_token: whether it has every token of a request, also where the rank has a share of others'.
     """
 
-    def alike(numbered: tuple[int, Layer]) -> tuple[int, object, object]:
-        number, group, held = place(numbered[1])
-        return number - numbered[0], group, held
+    form: ComponentForm
+    number: int
+    group: str
+    view: Any
+    dims: tuple[str, ...]
+    held: Mapping[str, Interval]
+    page_tokens: int | None = None
+    has_every_token: bool = False
 
-    for _, run in groupby(enumerate(layers), alike):
-        yield [layer for _, layer in run]
+
+def by_form(pieces: Iterable[Piece]) -> dict[ComponentForm, list[Piece]]:
+    """Groups pieces by what they are.
+
+    Args:
+        pieces: in the order of their layers' numbers.
+
+    Raises:
+        LayoutError: if two layers have the same number, naming both.
+    """
+    forms: dict[ComponentForm, list[Piece]] = {}
+    for piece in pieces:
+        alike = forms.setdefault(piece.form, [])
+        if alike and alike[-1].number == piece.number:
+            raise LayoutError(f"layers {alike[-1].form.layer!r} and {piece.form.layer!r} have the same number")
+        alike.append(piece)
+    return forms
+
+
+def shards_of(component: Component, pieces: Iterable[Piece]) -> Iterator[Shard]:
+    """Yields a shard for each run of layers that follow each other, with the same block table and the same held."""
+
+    def alike(numbered: tuple[int, Piece]) -> tuple[int, object, object]:
+        index, piece = numbered
+        return piece.number - index, piece.group, piece.held
+
+    for _, numbered in groupby(enumerate(pieces), alike):
+        run = [piece for _, piece in numbered]
+        first = run[0]
+        yield shard_from_tensors(
+            component,
+            [piece.view for piece in run],
+            dims=first.dims,
+            held={"layer": Interval(first.number, first.number + len(run)), **first.held},
+            group=first.group,
+            page_tokens=first.page_tokens,
+            has_every_token=first.has_every_token,
+        )
 
 
 def with_those_elsewhere(shards: Collection[Shard], components: Iterable[Component]) -> Iterator[Shard]:

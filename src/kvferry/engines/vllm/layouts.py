@@ -23,16 +23,14 @@ from kvferry import (
     Interval,
     RankCoordinates,
     RankLayout,
-    Shard,
     TensorGeometry,
     TokenShare,
     geometry,
-    shard_from_tensors,
 )
 from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
-from kvferry.engines.vllm.components import ComponentForm, named, runs_of, with_those_elsewhere
+from kvferry.engines.vllm.components import ComponentForm, Piece, by_form, named, shards_of, with_those_elsewhere
 from kvferry.engines.vllm.forms import ATTENTION, CacheForm, packed
-from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_forms, state_shards
+from kvferry.engines.vllm.states import SHARE, KeptStates, StateLayer, state_pieces
 from kvferry.errors import LayoutError
 
 _DIMENSIONS = "(block, head, token, content)"
@@ -180,19 +178,21 @@ def describe(
     )
     per_block = {layer.group.name: layer.view.shape[0] // num_blocks for layer in layers}
     per_block |= dict.fromkeys((group.name for group in recurrent if group.layer_names), 1)
-    alike = _alike(layers, model, coordinates)
-    kept = state_forms(_state_layers(recurrent, states or {}, model), model.layers, coordinates)
-    components = named(everywhere([*alike, *kept]))
+    pieces = [_piece(layer, model, coordinates, tokens) for layer in layers]
+    states_kept = state_pieces(_state_layers(recurrent, states or {}, model), model.layers, coordinates)
+    kept = by_form([*pieces, *states_kept])
+    components = named(everywhere([*kept]))
     if not components:
         raise LayoutError("this worker has no KV cache that could be transferred")
-    shards: list[Shard] = []
-    for form, members in alike.items():
-        runs = runs_of(members, lambda layer: (layer.number, layer.group.name, layer.heads))
-        shards += [_shard(components[form], run, coordinates, tokens) for run in runs]
-    shards += [shard for form, pieces in kept.items() for shard in state_shards(components[form], pieces)]
+    shards = [shard for form, alike in kept.items() for shard in shards_of(components[form], alike)]
+    pages: dict[str, list[LayerPages]] = {}
+    for layer, piece in zip(layers, pieces, strict=True):
+        name, is_packed = components[piece.form].name, layer.packing is not None
+        its = LayerPages(name, layer.pages, layer.page_tokens, is_packed, layer.form.token_parts)
+        pages.setdefault(layer.group.name, []).append(its)
     has_chunks = any(group.chunk_tokens is not None for group in attention)
     layout = RankLayout(shards=tuple(with_those_elsewhere(shards, components.values())), tokens=tokens)
-    return DescribedCaches(layout, per_block, has_chunks, _pages_by_group(alike, components))
+    return DescribedCaches(layout, per_block, has_chunks, pages)
 
 
 def numbers_in_turn(caches: Iterable[str], model: ModelShape) -> dict[str, int]:
@@ -277,28 +277,40 @@ def _state_layers(
     )
 
 
-def _alike(
-    layers: Sequence[_Layer], model: ModelShape, coordinates: RankCoordinates
-) -> dict[ComponentForm, list[_Layer]]:
-    """Groups layers by what they keep."""
-    alike: dict[ComponentForm, list[_Layer]] = {}
-    for layer in layers:
-        kind = "draft" if layer.is_draft else layer.form.role
-        if layer.is_draft and layer.form.role != ATTENTION:
-            kind += f", {layer.form.role}"
-        if entries := layer.form.entries_in_words:
-            kind += f", {entries}"
-        if layer.group.window_tokens is not None:
-            kind += f", window {layer.group.window_tokens}"
-        if layer.group.chunk_tokens is not None:
-            kind += f", chunk {layer.group.chunk_tokens}"
-        distinctions = layer.heads_in_words, f"{layer.content} a head", layer.view.dtype
-        form = ComponentForm(kind, distinctions, _component(kind, layer, model, coordinates), layer.name)
-        members = alike.setdefault(form, [])
-        if members and members[-1].number == layer.number:
-            raise LayoutError(f"layers {members[-1].name!r} and {layer.name!r} have the same number")
-        members.append(layer)
-    return alike
+def _piece(layer: _Layer, model: ModelShape, coordinates: RankCoordinates, tokens: TokenShare) -> Piece:
+    """Returns what a layer has of the component of all that keep the same."""
+    kind = "draft" if layer.is_draft else layer.form.role
+    if layer.is_draft and layer.form.role != ATTENTION:
+        kind += f", {layer.form.role}"
+    if entries := layer.form.entries_in_words:
+        kind += f", {entries}"
+    if layer.group.window_tokens is not None:
+        kind += f", window {layer.group.window_tokens}"
+    if layer.group.chunk_tokens is not None:
+        kind += f", chunk {layer.group.chunk_tokens}"
+    distinctions = layer.heads_in_words, f"{layer.content} a head", layer.view.dtype
+    form = ComponentForm(kind, distinctions, _component(kind, layer, model, coordinates), layer.name)
+    view, is_packed = layer.pages, layer.packing is not None
+    dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
+    if not is_packed and _entries_of_token(layer) > 1:
+        view = view.unflatten(2, (layer.page_tokens, -1))
+        dims = ("page", "head", "token", "entry", "content")
+    held = {}
+    if layer.heads is None:
+        held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
+        view, dims = view[:, None], ("page", SHARE, *dims[1:])
+    else:
+        held["head"] = layer.heads.held
+    return Piece(
+        form,
+        layer.number,
+        layer.group.name,
+        view,
+        dims,
+        held,
+        page_tokens=layer.page_tokens if is_packed else None,
+        has_every_token=layer.group.token_ranks == 1 and not tokens.partition.is_whole,
+    )
 
 
 def _component(name: str, first: _Layer, model: ModelShape, coordinates: RankCoordinates) -> Component:
@@ -335,40 +347,3 @@ def _most_needed(group: CacheGroup) -> int | None:
     Of a chunk that is all but one: with the last one the next token begins another chunk.
     """
     return group.window_tokens if group.chunk_tokens is None else max(1, group.chunk_tokens - 1)
-
-
-def _pages_by_group(
-    alike: Mapping[ComponentForm, Sequence[_Layer]], components: Mapping[ComponentForm, Component]
-) -> dict[str, list[LayerPages]]:
-    pages: dict[str, list[LayerPages]] = {}
-    for form, members in alike.items():
-        name, parts = components[form].name, form.component.token_parts
-        for layer in members:
-            kept = LayerPages(name, layer.pages, layer.page_tokens, layer.packing is not None, parts)
-            pages.setdefault(layer.group.name, []).append(kept)
-    return pages
-
-
-def _shard(component: Component, layers: Sequence[_Layer], coordinates: RankCoordinates, tokens: TokenShare) -> Shard:
-    first = layers[0]
-    held = {"layer": Interval(first.number, first.number + len(layers))}
-    is_packed = first.packing is not None
-    views = [layer.pages for layer in layers]
-    dims: tuple[str, ...] = ("page", "head", "packed") if is_packed else ("page", "head", "token", "content")
-    if not is_packed and _entries_of_token(first) > 1:
-        views = [view.unflatten(2, (first.page_tokens, -1)) for view in views]
-        dims = ("page", "head", "token", "entry", "content")
-    if first.heads is None:
-        held[SHARE] = Interval(coordinates.tp_rank, coordinates.tp_rank + 1)
-        views, dims = [view[:, None] for view in views], ("page", SHARE, *dims[1:])
-    else:
-        held["head"] = first.heads.held
-    return shard_from_tensors(
-        component,
-        views,
-        dims=dims,
-        held=held,
-        group=first.group.name,
-        page_tokens=first.page_tokens if is_packed else None,
-        has_every_token=first.group.token_ranks == 1 and not tokens.partition.is_whole,
-    )

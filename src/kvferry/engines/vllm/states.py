@@ -9,14 +9,14 @@ Where it does not say, the state is its rank's share, which only the rank of the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
 
-from kvferry import Axis, Component, Entry, Interval, RankCoordinates, Shard, geometry, shard_from_tensors
+from kvferry import Axis, Component, Entry, Interval, RankCoordinates, geometry
 from kvferry.engines.vllm.caches import HeldPart
-from kvferry.engines.vllm.components import ComponentForm, runs_of
+from kvferry.engines.vllm.components import ComponentForm, Piece
 from kvferry.errors import LayoutError
 
 WHOLE_REQUEST = sys.maxsize
@@ -190,26 +190,8 @@ def _divided(sizes: Sequence[int], coordinates: RankCoordinates) -> tuple[HeldPa
 # ---- as shards ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """What one layer has of one component.
-
-    Attributes:
-        view: (block, *dimensions), with an axis of length 1 for a rank's share.
-        axes: those behind the layer's.
-        held: what this rank has along them, by name.
-    """
-
-    layer: StateLayer
-    view: Any
-    axes: tuple[Axis, ...]
-    held: Mapping[str, Interval]
-
-
-def state_forms(
-    layers: Sequence[StateLayer], num_layers: int, coordinates: RankCoordinates
-) -> dict[ComponentForm, list[_Piece]]:
-    """Groups what layers keep of a request by what it is.
+def state_pieces(layers: Iterable[StateLayer], num_layers: int, coordinates: RankCoordinates) -> Iterator[Piece]:
+    """Yields what layers keep of a request, state by state and part by part.
 
     Args:
         layers: in the order of their numbers.
@@ -218,34 +200,29 @@ def state_forms(
     Raises:
         LayoutError: if a tensor is not what its layer says, naming the layer and both.
     """
-    forms: dict[ComponentForm, list[_Piece]] = {}
     for layer in layers:
-        for kind, piece in _pieces(layer, coordinates):
-            # Falcon-H1 numbers layers with state on behind those with attention.
-            numbered = layer.drafts or num_layers * (1 + layer.number // num_layers)
-            axes, dtype = (Axis("layer", numbered), *piece.axes), geometry(piece.view).dtype
-            sizes = " x ".join(str(axis.size) for axis in piece.axes)
-            is_draft = bool(layer.drafts)
-            component = Component(name=kind, axes=axes, dtype=dtype, entry=Entry.REQUEST, is_optional=is_draft)
+        # Falcon-H1 numbers layers with state on behind those with attention.
+        numbered = Axis("layer", layer.drafts or num_layers * (1 + layer.number // num_layers))
+        for kind, view, axes, held in _parts(layer, coordinates):
+            dtype, sizes = geometry(view).dtype, " x ".join(str(axis.size) for axis in axes)
+            component = Component(
+                name=kind,
+                axes=(numbered, *axes),
+                dtype=dtype,
+                entry=Entry.REQUEST,
+                is_optional=bool(layer.drafts),
+            )
             form = ComponentForm(kind, (f"{sizes} of {dtype}",), component, layer.name)
-            forms.setdefault(form, []).append(piece)
-    return forms
+            yield Piece(form, layer.number, layer.group, view, ("slot", *(axis.name for axis in axes)), held)
 
 
-def state_shards(component: Component, pieces: Sequence[_Piece]) -> Iterator[Shard]:
-    for run in runs_of(pieces, lambda each: (each.layer.number, each.layer.group, each.held)):
-        first, last = run[0].layer.number, run[-1].layer.number
-        yield shard_from_tensors(
-            component,
-            [piece.view for piece in run],
-            dims=("slot", *(axis.name for axis in component.axes[1:])),
-            held={"layer": Interval(first, last + 1), **run[0].held},
-            group=run[0].layer.group,
-        )
+def _parts(
+    layer: StateLayer, coordinates: RankCoordinates
+) -> Iterator[tuple[str, Any, tuple[Axis, ...], dict[str, Interval]]]:
+    """Yields the name of each part, a view of (block, *dimensions), the axes of these, and what the rank has of them.
 
-
-def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[str, _Piece]]:
-    """Yields what a layer has of each component, by the component's name."""
+    A rank's share has an axis of its own, of length 1 in the view.
+    """
     kept, draft = layer.kept, "draft, " if layer.drafts else ""
     for number, (state, tensor) in enumerate(zip(kept.states, kept.tensors, strict=True)):
         base = f"{draft}{kept.role} {number}" if kept.role == RECURRENT else f"{draft}{kept.role}"
@@ -256,8 +233,7 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
             )
         if state.parts is None:
             share = {SHARE: Interval(coordinates.tp_rank, coordinates.tp_rank + 1)}
-            axes = (Axis(SHARE, coordinates.tp_size), *state.axes)
-            yield base, _Piece(layer, tensor[:, None], axes, share)
+            yield base, tensor[:, None], (Axis(SHARE, coordinates.tp_size), *state.axes), share
             continue
         starts = accumulate((len(part.held) for part in state.parts), initial=0)
         for index, (start, part) in enumerate(zip(starts, state.parts, strict=False)):
@@ -266,5 +242,4 @@ def _pieces(layer: StateLayer, coordinates: RankCoordinates) -> Iterator[tuple[s
                 for dimension, axis in enumerate(state.axes)
             )
             name = base if len(state.parts) == 1 else f"{base}, part {index}"
-            view = tensor.narrow(1 + state.divided, start, len(part.held))
-            yield name, _Piece(layer, view, axes, {"channel": part.held})
+            yield name, tensor.narrow(1 + state.divided, start, len(part.held)), axes, {"channel": part.held}
