@@ -837,7 +837,7 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a stage of vLLM's that fails lets the others wait",
-        "engines/vllm/stages.py",
+        "engines/vllm/components.py",
         "if stages > 1:",
         "if stages > 2:",
         "tests/unit/engines/test_vllm_stages.py",

@@ -71,7 +71,7 @@ import torch
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed.parallel_state import init_distributed_environment, initialize_model_parallel
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from kvferry.engines.vllm.stages import of_all_stages
+from kvferry.engines.vllm.components import of_all_stages
 
 rank, address = int(sys.argv[1]), sys.argv[2]
 specs = [FullAttentionSpec(block_size=16, num_kv_heads=heads, head_size=64, dtype=torch.bfloat16) for heads in (2, 4)]

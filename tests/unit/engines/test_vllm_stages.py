@@ -15,11 +15,10 @@ import pytest
 from tests.support.vllm_ranks import Deployment, Engine, Kind, plugged_in, transfer
 
 from kvferry import Axis, Component, RankCoordinates
-from kvferry.engines.vllm import stages as stages_module
+from kvferry.engines.vllm import components
 from kvferry.engines.vllm.caches import CacheGroup, ModelShape
-from kvferry.engines.vllm.components import ComponentForm, named
+from kvferry.engines.vllm.components import ComponentForm, OtherStageError, named, of_all_stages, telling_problems
 from kvferry.engines.vllm.layouts import describe
-from kvferry.engines.vllm.stages import OtherStageError, of_all_stages, telling_problems
 from kvferry.errors import LayoutError
 from kvferry.testing.network import LocalNetwork
 
@@ -138,7 +137,7 @@ def stages(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
         meeting.wait()
         return found
 
-    monkeypatch.setattr(stages_module, "_gathered", gathered)
+    monkeypatch.setattr(components, "_gathered", gathered)
 
     def run(function: Callable[[int], Any]) -> list[Any]:
         def stage(number: int) -> Any:

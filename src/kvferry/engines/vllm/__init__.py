@@ -5,7 +5,7 @@
 `worker`, `outgoing` and `blocks` do it in the workers; `parameters` and `steps` are what travels, and `engine_names`
 answers gateways that ask. `changes` notices `weights` and `adapters` that are replaced. `guards` refuses what would go
 wrong, `contract` a vLLM that has changed, and here is shown in vLLM's log what is said. `configuration` is what
-`connector` reads of vLLM's objects; only these two, `metrics`, `shares` and `stages` import vLLM.
+`connector` reads of vLLM's objects; only these two, `metrics`, `shares` and `components` import vLLM.
 """
 
 from __future__ import annotations

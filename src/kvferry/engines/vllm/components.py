@@ -4,19 +4,26 @@ Every rank of an engine lists every component, also those of which it holds noth
 stage of vLLM's knows its own layers alone; and the name of a component says no more than what tells it from the model's
 others. So each stage says what its layers keep, in forms without names, and each names the components from the forms of
 all stages.
+
+Stages tell each other when their caches are registered, which all of them do at once: the ranks with the same place in
+every stage. One that fails says so in the place of what it was to tell: the others would wait for it, and vLLM for
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from kvferry import Component, Interval, Shard, empty_shard, shard_from_tensors
 from kvferry.errors import LayoutError
+
+Own = TypeVar("Own")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,3 +160,58 @@ def with_those_elsewhere(shards: Collection[Shard], components: Iterable[Compone
         if component.name not in held:
             group = f"no layers of {component.name!r}"
             yield empty_shard(component, page_tokens=1, num_pages=1, device=device, group=group)
+
+
+# ---- what pipeline stages tell each other ----------------------------------------------------------------------------
+
+
+class OtherStageError(LayoutError):
+    """Another stage has failed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """What a stage tells that has failed."""
+
+    said: str
+
+
+def of_all_stages(own: Own) -> list[Own]:
+    """Returns what each stage has given, in the order of the stages. Waits for all of them.
+
+    What they give is pickled.
+
+    Raises:
+        OtherStageError: if another one has failed, with what it has said.
+    """
+    found = _gathered(own)
+    for number, each in enumerate(found):
+        if isinstance(each, _Problem):
+            raise OtherStageError(f"pipeline stage {number} cannot take part: {each.said}")
+    return found
+
+
+@contextmanager
+def telling_problems(stages: int) -> Iterator[None]:
+    """Tells the other stages if something is raised, in the place of what they are to be told next."""
+    try:
+        yield
+    except OtherStageError:
+        raise  # which all others raise as well
+    except Exception as error:
+        if stages > 1:
+            _gathered(_Problem(str(error)))
+        raise
+
+
+def _gathered(own: Any) -> list[Any]:
+    from vllm.distributed.parallel_state import get_pp_group
+
+    stages: Any = get_pp_group()
+    if stages.world_size == 1:
+        return [own]
+    from torch.distributed import all_gather_object
+
+    found: list[Any] = [None] * stages.world_size
+    all_gather_object(found, own, group=stages.cpu_group)
+    return found

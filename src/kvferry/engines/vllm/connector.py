@@ -26,6 +26,7 @@ from kvferry.engines.device_events import DeviceEvent
 from kvferry.engines.vllm.blocks import LoadedBlocks
 from kvferry.engines.vllm.caches import ModelShape, fetches_behind_attention
 from kvferry.engines.vllm.changes import Changes, watch
+from kvferry.engines.vllm.components import of_all_stages, telling_problems
 from kvferry.engines.vllm.configuration import (
     cache_forms,
     compares_content,
@@ -42,7 +43,6 @@ from kvferry.engines.vllm.layouts import describe, numbers_in_turn
 from kvferry.engines.vllm.metrics import KVFerryPromMetrics, KVFerryStats
 from kvferry.engines.vllm.scheduling import SchedulerSide
 from kvferry.engines.vllm.shares import check_turns, worker_place
-from kvferry.engines.vllm.stages import of_all_stages, telling_problems
 from kvferry.engines.vllm.steps import Step
 from kvferry.engines.vllm.termination import drain_timeout_s, letting_all_come, watch_for_termination
 from kvferry.engines.vllm.worker import WorkerSide, on_all_processors
