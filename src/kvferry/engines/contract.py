@@ -342,21 +342,20 @@ def holds(contract: Contract, version: str, otherwise: str) -> bool:
     return not changed
 
 
+class _Shown:
+    """What stands for a default: nothing, behind the sign."""
+
+    def __repr__(self) -> str:
+        return ""
+
+
 def parameters_of(signature: inspect.Signature) -> str:
     """Returns parameters as `Signature` has them."""
-    shown: list[str] = []
-    last: object = None
-    for each in signature.parameters.values():
-        if last is each.POSITIONAL_ONLY and each.kind is not each.POSITIONAL_ONLY:
-            shown.append("/")
-        if each.kind is each.KEYWORD_ONLY and last not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
-            shown.append("*")
-        star = "*" if each.kind is each.VAR_POSITIONAL else "**" if each.kind is each.VAR_KEYWORD else ""
-        shown.append(f"{star}{each.name}{'' if each.default is each.empty else '='}")
-        last = each.kind
-    if last is inspect.Parameter.POSITIONAL_ONLY:
-        shown.append("/")
-    return ", ".join(shown)
+    shown = [
+        each.replace(annotation=each.empty, default=each.empty if each.default is each.empty else _Shown())
+        for each in signature.parameters.values()
+    ]
+    return str(inspect.Signature(shown))[1:-1]
 
 
 def _difference(line: Line, code: EngineCode) -> str | None:
