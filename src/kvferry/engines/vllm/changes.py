@@ -289,7 +289,8 @@ def watch(core: Any, executor: Any) -> None:
         core: its class.
         executor: the class of what asks the workers.
     """
-    _around(executor, "init_kv_output_aggregator", _of_executor, _start)
+    starts = _then(lambda changes, executor, *_, **__: changes.started(executor))
+    _around(executor, "init_kv_output_aggregator", lambda _, connector: _changes_of(connector), starts)
     for name, ours in _AROUND_CORE.items():
         _around(core, name, _of_core, ours)
 
@@ -314,10 +315,6 @@ def _around(owner: Any, name: str, changes_of: Callable[..., Changes | None], ou
 
     watched.is_watched = True  # type: ignore[attr-defined]
     setattr(owner, name, watched)
-
-
-def _of_executor(_: Any, connector: Any) -> Changes | None:
-    return _changes_of(connector)
 
 
 def _of_core(core: Any, *_: Any, **__: Any) -> Changes | None:
@@ -359,14 +356,15 @@ def _content(executor: Any) -> str:
     return content_of(executor.collective_rpc(parameter_sums))
 
 
-def _start(changes: Changes, executor: Any, original: Callable[..., Any], connector: Any) -> Any:
-    result = original(connector)
-    changes.started(executor)
-    return result
+def _then(tell: Callable[..., None]) -> Callable[..., Any]:
+    """Returns what calls the original, and then tells ours of it: what it was called on, and with."""
 
+    def called(changes: Changes, owner: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        result = original(*arguments, **named)
+        tell(changes, owner, *arguments, **named)
+        return result
 
-def _add_request(_: Changes, __: Any, original: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    return original(*arguments, **named)  # the core is known from the first request on
+    return called
 
 
 def _collective_rpc(
@@ -375,11 +373,6 @@ def _collective_rpc(
     result = changes.asked(method, lambda: original(method, *more, **named))
     changes.look_for_adapters()
     return result
-
-
-def _set_weight_version(changes: Changes, _: Any, original: Callable[..., Any], weight_version: str) -> None:
-    original(weight_version)
-    changes.named(weight_version)
 
 
 def _reset_prefix_cache(changes: Changes, _: Any, original: Callable[..., bool], *arguments: Any, **named: Any) -> bool:
@@ -396,23 +389,15 @@ def _add_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_reque
     return result
 
 
-def _remove_lora(changes: Changes, _: Any, original: Callable[..., Any], lora_id: int) -> Any:
-    result = original(lora_id)
-    changes.adapters.unloaded(lora_id)
-    return result
-
-
 def _sleep(changes: Changes, _: Any, original: Callable[..., Any], level: int = 1, *more: Any, **named: Any) -> Any:
     if level > 0:  # else vLLM schedules nothing, and keeps its memory
         changes.falls_asleep(with_weights=level > 1)
     return original(level, *more, **named)
 
 
-def _wake_up(changes: Changes, core: Any, original: Callable[..., Any], *more: Any, **named: Any) -> Any:
-    result = original(*more, **named)
+def _awake(changes: Changes, core: Any, *_: Any, **__: Any) -> None:
     if not core.model_executor.sleeping_tags:
         changes.awake()
-    return result
 
 
 def _release(changes: Changes, _: Any, original: Callable[..., Any]) -> Any:
@@ -421,14 +406,14 @@ def _release(changes: Changes, _: Any, original: Callable[..., Any]) -> Any:
 
 
 _AROUND_CORE: dict[str, Callable[..., Any]] = {
-    "add_request": _add_request,
+    "add_request": _then(lambda *_, **__: None),  # the core is known from the first request on
     "collective_rpc": _collective_rpc,
-    "set_weight_version": _set_weight_version,
+    "set_weight_version": _then(lambda changes, _, weight_version: changes.named(weight_version)),
     "reset_prefix_cache": _reset_prefix_cache,
     "add_lora": _add_lora,
-    "remove_lora": _remove_lora,
+    "remove_lora": _then(lambda changes, _, lora_id: changes.adapters.unloaded(lora_id)),
     "sleep": _sleep,
-    "wake_up": _wake_up,
+    "wake_up": _then(_awake),
     "release_kv_cache_memory": _release,
 }
 """By what vLLM's core is asked for, what ours does around it."""
