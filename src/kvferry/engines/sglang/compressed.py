@@ -288,12 +288,13 @@ class Rings:
         """
         if self.window is None or len(given) > tokens:
             raise EngineContractError(f"SGLang hands in {len(given)} places of a window's ring of {self.window}")
-        if not np.array_equal(given, _places(self.window, self._slot(given), tokens, len(given))):
+        found = _in_ring(self.window, self._slot(given), tokens, len(given))
+        if not np.array_equal(given, found.pages):
             raise EngineContractError(
                 f"SGLang hands in places {given[:4].tolist()}... of a window's ring of {self.window}: they are not "
                 f"those of the last {len(given)} of {tokens} tokens in one ring"
             )
-        return GroupPages(given, tokens - len(given), held_tokens=0)
+        return found
 
     def overlap_places(self, window_places: NDArray[Any], tokens: int) -> GroupPages:
         """Returns where a request's ring has what is not compressed by 4 yet.
@@ -302,9 +303,7 @@ class Rings:
             window_places: where its window is: in the ring of the same number.
         """
         assert self.overlap is not None
-        count = min(tokens, OVERLAP_TOKENS)
-        places = _places(self.overlap, self._slot(window_places), tokens, count)
-        return GroupPages(places, tokens - count, held_tokens=0)
+        return _in_ring(self.overlap, self._slot(window_places), tokens, OVERLAP_TOKENS)
 
     def overlap_in_pages(self, pages: NDArray[Any], first: int, tokens: int) -> GroupPages:
         """Returns where the rings of the window's pages have what is not compressed by 4 yet.
@@ -341,13 +340,13 @@ class Rings:
         assert self.pair is not None
         if not len(slots):
             return GroupPages(slots, held_tokens=0)
-        count = min(tokens, PAIR_TOKENS)
-        return GroupPages(_places(self.pair, int(slots[0]), tokens, count), tokens - count, held_tokens=0)
+        return _in_ring(self.pair, int(slots[0]), tokens, PAIR_TOKENS)
 
     def _slot(self, window_places: NDArray[Any]) -> int:
         return int(window_places[0]) // (self.window or 1) if len(window_places) else 0
 
 
-def _places(length: int, slot: int, tokens: int, count: int) -> NDArray[np.int64]:
-    """Returns the places that one request's last tokens have in its ring."""
-    return slot * length + np.arange(tokens - count, tokens, dtype=np.int64) % length
+def _in_ring(length: int, slot: int, tokens: int, most: int) -> GroupPages:
+    """Returns the places that one request's last tokens, so many at most, have in its ring."""
+    first = max(0, tokens - most)
+    return GroupPages(slot * length + np.arange(first, tokens, dtype=np.int64) % length, first, held_tokens=0)

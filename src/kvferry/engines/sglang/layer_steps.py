@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,24 +28,6 @@ from kvferry.errors import UsageError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
-
-
-class StepSender(Protocol):
-    """A request on a prefill rank, as a step has it."""
-
-    def begin_step(self, pages: NDArray[Any], ready: DeviceEvent | None) -> bool:
-        """Takes the pages that the step will compute; returns whether layers of them may leave one by one.
-
-        Args:
-            pages: their numbers.
-            ready: after it the device has written the numbers; None if they are there.
-        """
-
-    def layers_computed(self, ranges: int, event: DeviceEvent | None) -> None:
-        """Sends the first ranges of layers, once the device has come to the event."""
-
-    def give_step_up(self, reason: str) -> None:
-        """Ends the transfer if layers of the step have left."""
 
 
 class LayerSteps:
@@ -71,7 +53,7 @@ class LayerSteps:
         self._layer_ids = layer_ids
         self._make_event = make_event
         self._counter: Any = None  # SGLang's own, where caches are loaded layer by layer
-        self._senders: list[StepSender] = []  # of the step that runs, or is about to
+        self._senders: list[Any] = []  # of the step that runs, or is about to
         self._reached = -1  # how many of `layer_ids` the model is through with in it; -1 before it begins
         self._computed = 0  # ranges of layers that it is through with
         self._is_off = False
@@ -86,8 +68,8 @@ class LayerSteps:
         """What else SGLang asks of the counter that was there."""
         return getattr(self._counter, name)
 
-    def announce(self, sender: StepSender, pages: NDArray[Any], ready: DeviceEvent | None) -> None:
-        """Says before a step which pages of a request it will compute; see `StepSender.begin_step`."""
+    def announce(self, sender: Any, pages: NDArray[Any], ready: DeviceEvent | None) -> None:
+        """Says before a step which pages of a request it will compute; see `KVFerrySender.begin_step`."""
         if self._is_off:
             return
         self._take_place()  # a cache on the host brings a counter of its own when it starts

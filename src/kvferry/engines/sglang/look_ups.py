@@ -13,14 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from kvferry.errors import EngineEndedError, RegistryUnreachableError
 from kvferry.loggers import logger_of
 
 log = logger_of(__name__)
-
-T = TypeVar("T")
 
 AGAIN_S = 1.0
 """How long after a look-up that failed the next one begins."""
@@ -117,14 +115,14 @@ class Problem:
         return min(SILENT_S, longest_s) if isinstance(self.error, RegistryUnreachableError) else longest_s
 
 
-class LookUps(Generic[T]):
+class LookUps:
     """Looks servers up by address, for a scheduler's thread.
 
     Attributes:
         problems: why servers are not known, by address.
     """
 
-    def __init__(self, look_up: Callable[[str], T], found: MutableMapping[str, T]) -> None:
+    def __init__(self, look_up: Callable[[str], Any], found: MutableMapping[str, Any]) -> None:
         """Has looked nothing up yet.
 
         Args:

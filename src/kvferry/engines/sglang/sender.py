@@ -198,7 +198,12 @@ class KVFerrySender(CommonKVSender):  # type: ignore[misc]
     # ---- layers of a step, which may leave before SGLang hands its pages in -------------------------------------
 
     def begin_step(self, pages: NDArray[Any], ready: DeviceEvent | None) -> bool:
-        """Takes the pages that the next step will compute; see `StepSender.begin_step`."""
+        """Takes the pages that the next step will compute; returns whether layers of them may leave one by one.
+
+        Args:
+            pages: their numbers.
+            ready: after it the device has written the numbers; None if they are there.
+        """
         if self.transfer is None or self._step is not None or self.conclude_state in (KVPoll.Success, KVPoll.Failed):
             return False
         self._step = _Step(pages, ready)
