@@ -19,7 +19,7 @@ import torch
 from tests.support.vllm_conditions import made_up
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, split
-from kvferry.engines.fingerprint import request_conditions
+from kvferry.engines.fingerprint import prompt_digest, request_conditions
 from kvferry.engines.vllm import worker as worker_module
 from kvferry.engines.vllm.blocks import LoadedBlocks
 from kvferry.engines.vllm.caches import CacheGroup, HeldPart, ModelShape
@@ -192,7 +192,9 @@ class Engine:
             may_send=sends,
             may_receive=not sends,
             held_back_tokens=held_back_tokens,
-            conditions=made_up(lambda request, tokens: request_conditions(request.prompt_token_ids, count=tokens)),
+            conditions=made_up(
+                lambda request, tokens: request_conditions(prompt_digest(request.prompt_token_ids, tokens))
+            ),
         )
         self.tables: dict[str, list[list[Block]]] = {}
         self.scheduler.bind(lambda request: self.tables[request], cast(Any, Pool()))

@@ -108,29 +108,25 @@ class MultimodalInput:
 
 
 def request_conditions(
-    tokens: Sequence[int] | NDArray[np.int64],
+    prompt: bytes,
     *,
-    count: int | None = None,
     embedding: bytes = b"",
     lora: str = "",
     multimodal: Sequence[MultimodalInput] = (),
     salt: str = "",
     weights: str = "",
-    prompt: bytes | None = None,
 ) -> dict[str, bytes]:
     """Returns what a request's cache depends on, as digests by name for `open(..., depends_on=...)`.
 
     What a request does not have is left out, so that a message can say which side has it.
 
     Args:
-        tokens: those of the prompt.
-        count: how many of them are exchanged, from the first on; all if None, or if there are not so many.
+        prompt: the `prompt_digest` of its tokens, as far as they are exchanged.
         embedding: what is given instead of tokens, its bytes or a digest of them.
         lora: identifies the adapter: `checkpoints.adapter_identity`, or its name.
         multimodal: what else the prompt has, in order.
         salt: keeps the caches of different users apart.
         weights: identifies the model's weights of now, where they were replaced since the server started.
-        prompt: the `prompt_digest` of these tokens, where it was made before.
     """
     parts = [[each.content, each.offset, each.length] for each in multimodal]
     given = {
@@ -140,14 +136,14 @@ def request_conditions(
         CACHE_SALT: salt.encode(),
         WEIGHTS_VERSION: weights.encode(),
     }
-    conditions = {PROMPT: prompt_digest(tokens, count) if prompt is None else prompt}
-    return conditions | {name: _digest(value) for name, value in given.items() if value}
+    return {PROMPT: prompt} | {name: _digest(value) for name, value in given.items() if value}
 
 
 def prompt_digest(tokens: Sequence[int] | NDArray[np.int64], count: int | None = None) -> bytes:
-    """Digests the first tokens of a prompt; arguments as of `request_conditions`.
+    """Digests a prompt. A list is taken part by part: between them other threads have the interpreter.
 
-    A list is taken part by part: between them other threads have the interpreter.
+    Args:
+        count: how many of its tokens count, from the first on; all if None, or if there are not so many.
     """
     most = len(tokens) if count is None else min(count, len(tokens))
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)

@@ -17,6 +17,7 @@ from kvferry.engines.fingerprint import (
     LONGEST_VALUE,
     CacheIdentity,
     MultimodalInput,
+    prompt_digest,
     request_conditions,
     short_text,
 )
@@ -64,9 +65,9 @@ def test_a_prompt_has_the_same_digest_in_whatever_it_is_kept(make: Callable[[lis
     """Two servers may have two versions of an engine, or of kvferry."""
     tokens = [7, -1, 2**40, *range(100)]
     expected = hashlib.blake2b(b"".join(each.to_bytes(8, "little", signed=True) for each in tokens), digest_size=16)
-    assert request_conditions(make(tokens)) == {"prompt": expected.digest()}
-    assert request_conditions(make([*tokens, 5, 6]), count=len(tokens)) == {"prompt": expected.digest()}
-    assert request_conditions(make(tokens), count=1000) == {"prompt": expected.digest()}
+    assert request_conditions(prompt_digest(make(tokens))) == {"prompt": expected.digest()}
+    assert request_conditions(prompt_digest(make([*tokens, 5, 6]), len(tokens))) == {"prompt": expected.digest()}
+    assert request_conditions(prompt_digest(make(tokens), 1000)) == {"prompt": expected.digest()}
 
 
 def test_texts_that_differ_behind_their_beginning_differ():
@@ -77,21 +78,21 @@ def test_texts_that_differ_behind_their_beginning_differ():
 @pytest.mark.parametrize(
     ("other", "what"),
     [
-        (request_conditions([1, 2, 4]), "another prompt"),
-        (request_conditions([1, 2]), "another prompt"),
-        (request_conditions([1, 2, 3, 0]), "another prompt"),
-        (request_conditions([1, 2, 3], embedding=b"e"), "names a prompt embedding"),
-        (request_conditions([1, 2, 3], lora="a"), "names a LoRA adapter"),
-        (request_conditions([1, 2, 3], multimodal=[CAT]), "names a multimodal input"),
-        (request_conditions([1, 2, 3], salt="s"), "names a cache salt"),
-        (request_conditions([1, 2, 3], weights="w"), "names a weights version"),
+        (request_conditions(prompt_digest([1, 2, 4])), "another prompt"),
+        (request_conditions(prompt_digest([1, 2])), "another prompt"),
+        (request_conditions(prompt_digest([1, 2, 3, 0])), "another prompt"),
+        (request_conditions(prompt_digest([1, 2, 3]), embedding=b"e"), "names a prompt embedding"),
+        (request_conditions(prompt_digest([1, 2, 3]), lora="a"), "names a LoRA adapter"),
+        (request_conditions(prompt_digest([1, 2, 3]), multimodal=[CAT]), "names a multimodal input"),
+        (request_conditions(prompt_digest([1, 2, 3]), salt="s"), "names a cache salt"),
+        (request_conditions(prompt_digest([1, 2, 3]), weights="w"), "names a weights version"),
     ],
     ids=["token", "shorter", "longer", "embedding", "adapter", "image", "salt", "weights"],
 )
 def test_requests_that_differ_in_anything_that_their_caches_depend_on_are_told_apart(
     other: dict[str, bytes], what: str
 ):
-    mine = request_conditions([1, 2, 3])
+    mine = request_conditions(prompt_digest([1, 2, 3]))
     assert what in why_different(mine, checked_conditions(other, where="here"))
 
 
@@ -108,13 +109,14 @@ def test_requests_that_differ_in_anything_that_their_caches_depend_on_are_told_a
     ],
 )
 def test_what_both_have_must_be_the_same(one: dict[str, Any], other: dict[str, Any]):
-    assert why_different(request_conditions([1], **one), request_conditions([1], **one)) == ""
-    assert "has another" in why_different(request_conditions([1], **one), request_conditions([1], **other))
+    mine, again, theirs = (request_conditions(prompt_digest([1]), **each) for each in (one, one, other))
+    assert why_different(mine, again) == ""
+    assert "has another" in why_different(mine, theirs)
 
 
 def test_tokens_count_by_value_and_not_by_type():
     numpy = pytest.importorskip("numpy")
-    assert request_conditions(numpy.array([1, 2, 3], numpy.int32)) == request_conditions((1, 2, 3))
+    assert prompt_digest(numpy.array([1, 2, 3], numpy.int32)) == prompt_digest((1, 2, 3))
 
 
 def test_the_page_about_vllm_says_what_every_field_is():

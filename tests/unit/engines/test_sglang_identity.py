@@ -17,7 +17,7 @@ import torch
 from tests.unit.engines.test_checkpoints import in_the_hubs_cache
 
 from kvferry.engines.checkpoints import weights_identity
-from kvferry.engines.fingerprint import request_conditions
+from kvferry.engines.fingerprint import prompt_digest, request_conditions
 from kvferry.engines.sglang import conditions
 from kvferry.engines.sglang.conditions import Prompt, around_requests, conditions_of, current
 from kvferry.engines.sglang.identity import cache_identity
@@ -185,7 +185,7 @@ def overwrite(ref: Any, weights: str) -> None:
     weights_of(ref).write_text(weights)
 
 
-PLAIN = request_conditions(list(range(40)))
+PLAIN = request_conditions(prompt_digest(list(range(40))))
 
 
 def test_a_prompt_alone():

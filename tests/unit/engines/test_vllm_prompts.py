@@ -28,8 +28,8 @@ def request(name: str, tokens: list[int] | None, embeddings: Any = None) -> Any:
 def test_a_digest_in_parts_is_that_of_the_whole(count: int | None):
     whole = hashlib.blake2b(np.array(LONG[:count], "<i8").tobytes(), digest_size=16).digest()
     assert prompt_digest(LONG, count) == prompt_digest(np.array(LONG), count) == whole
-    assert request_conditions(LONG, count=count) == {PROMPT: whole}
-    assert request_conditions((), prompt=whole) == {PROMPT: whole}
+    assert request_conditions(prompt_digest(LONG, count)) == {PROMPT: whole}
+    assert request_conditions(whole) == {PROMPT: whole}
 
 
 def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -43,12 +43,12 @@ def test_a_long_prompt_is_digested_aside_and_a_short_one_at_once(monkeypatch: py
     monkeypatch.setattr(aside, "prompt_digest", slow)
     conditions, short, long = Conditions(), request("short", LONG[:100]), request("long", LONG)
     assert conditions.are_known(short, 99)
-    assert conditions.of(short, 99) == request_conditions(LONG, count=99)
+    assert conditions.of(short, 99) == request_conditions(prompt_digest(LONG, 99))
     for _ in range(2):
         assert not conditions.are_known(long, len(LONG) - 1)
     may_go_on.set()
     eventually("it is known", lambda: conditions.are_known(long, len(LONG) - 1))
-    assert conditions.of(long, len(LONG) - 1) == request_conditions(LONG, count=len(LONG) - 1)
+    assert conditions.of(long, len(LONG) - 1) == request_conditions(prompt_digest(LONG, len(LONG) - 1))
     assert threads == ["MainThread", "kvferry-vllm-prompts_0"]
 
 
@@ -70,7 +70,7 @@ def test_what_was_asked_for_is_forgotten_and_so_are_requests_that_end_before(mon
     digests = PromptDigests()
     monkeypatch.setattr(identity, "PromptDigests", lambda: digests)
     conditions, prompt = Conditions(), request("r", LONG)
-    assert conditions.of(prompt, len(LONG)) == request_conditions(LONG)
+    assert conditions.of(prompt, len(LONG)) == request_conditions(prompt_digest(LONG))
     ended = request("ended", LONG)
     conditions.are_known(ended, len(LONG))
     assert len(digests.found) == 1

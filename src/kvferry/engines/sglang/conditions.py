@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from kvferry.engines.checkpoints import adapter_identity, adapter_use, model_directory
-from kvferry.engines.fingerprint import MultimodalInput, request_conditions
+from kvferry.engines.fingerprint import MultimodalInput, prompt_digest, request_conditions
 from kvferry.errors import EngineContractError, KVFerryError, ModelError, UsageError, quoted
 from kvferry.loggers import logger_of
 
@@ -105,7 +105,7 @@ def conditions_of(req: Any, *, has_digests: bool = True) -> dict[str, bytes]:
     for each in inputs:
         tokens[each.offset : each.offset + each.length] = _OF_AN_INPUT
     return request_conditions(
-        tokens,
+        prompt_digest(tokens),
         embedding=_embedding(req.input_embeds or []),
         lora=adapter_loaded(req.lora_id),
         multimodal=inputs,

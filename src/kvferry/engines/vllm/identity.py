@@ -208,7 +208,7 @@ class Conditions:
         features = getattr(request, "mm_features", None) or ()
         prompt = self._prompts.of(request, tokens)
         return request_conditions(
-            (),
+            prompt.tokens,
             embedding=prompt.embedding,
             lora=self.adapters.identity(request),
             multimodal=[
@@ -220,7 +220,6 @@ class Conditions:
                 for each in features
             ],
             salt=getattr(request, "cache_salt", None) or "",
-            prompt=prompt.tokens,
             weights=self.weights.text,
         )
 
