@@ -214,15 +214,41 @@ class Mentions(Uses):
     """
 
 
-def lines(kind: Callable[..., Line], needed_for: str, places: Mapping[str, str]) -> Iterator[Line]:
-    """Yields lines of one kind that are needed for one thing.
+_KINDS: Mapping[str, Callable[[str, str, str], Line]] = {
+    "takes": Signature,
+    "call": lambda where, given, needed_for: Call(where, int(given), (), needed_for),
+    "members": lambda where, names, needed_for: Members(
+        where, {each.upper(): each for each in names.split()}, needed_for
+    ),
+    "fields": lambda where, names, needed_for: Fields(where, tuple(names.split()), needed_for),
+    "attributes": lambda where, names, needed_for: Attributes(where, tuple(names.split()), needed_for),
+    "all": lambda where, names, needed_for: Attributes(where, tuple(names.split()), needed_for, and_no_others=True),
+    "uses": lambda where, names, needed_for: Uses(where, tuple(names.split()), needed_for),
+    "mentions": lambda where, names, needed_for: Mentions(where, tuple(names.split()), needed_for),
+}
 
-    Args:
-        kind: `Signature`, or one of several names.
-        places: by where it is, the parameters, or the names that must be there, with spaces between them.
+
+def lines(table: str) -> tuple[Line, ...]:
+    """Reads lines as a plug-in writes them down, where each says enough by its kind, its place and names.
+
+    What is not indented says what the rows below it are needed for. A row is `kind where: names`, and goes on where the
+    next one is indented twice. Kinds are `takes`, for a `Signature`; `call`, with how many arguments are given by their
+    place; `members`, whose values are called as they are; `attributes`, and `all` for those that have no others;
+    `fields`, `uses` and `mentions`.
+
+    Raises:
+        ValueError: if a row is none of these.
     """
-    for where, each in places.items():
-        yield kind(where, each if kind is Signature else tuple(each.split()), needed_for)
+    found, needed_for = [], ""
+    for row in re.sub(r"\n {8}", " ", table).splitlines():
+        match = re.fullmatch(r" {4}(\w+) (\S+): (.+)", row)
+        if match is not None and match[1] in _KINDS:
+            found.append(_KINDS[match[1]](match[2], match[3], needed_for))
+        elif row.startswith(" "):
+            raise ValueError(f"no line of a contract: {row!r}")
+        else:
+            needed_for = row
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ Each line is tried both ways: with the engine imported, and by its sources alone
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator
 from functools import wraps
@@ -32,6 +33,7 @@ from kvferry.engines.contract import (
     contract_for,
     enforce,
     holds,
+    lines,
 )
 from kvferry.engines.engine_code import EngineCode, Imported
 from kvferry.errors import EngineContractError
@@ -257,3 +259,29 @@ def test_what_a_plug_in_serves_well_without_is_said_and_no_more(caplog: pytest.L
         f"kvferry's plug-in does not fit Engine 1.1 in everything: an_engine:Queue: drain is gone ({WHY}); {SAID_OF_IT}"
         ". It ends late. All of it was tried with Engine 0.9 and 1.0"
     ]
+
+
+def test_a_table_says_what_lines_are_needed_for_where_and_of_what_kind():
+    found = lines("""
+ours is called so
+    takes engine.conn:Sender.send: self, pages, *,
+        tokens=
+    call engine.conn:Sender.close: 1
+states are told apart so
+    members engine.conn:State: open done
+    all engine.conn:Sender: send close
+""")
+    assert found == (
+        Signature("engine.conn:Sender.send", "self, pages, *, tokens=", "ours is called so"),
+        Call("engine.conn:Sender.close", 1, (), "ours is called so"),
+        Members("engine.conn:State", {"OPEN": "open", "DONE": "done"}, "states are told apart so"),
+        Attributes("engine.conn:Sender", ("send", "close"), "states are told apart so", and_no_others=True),
+    )
+
+
+@pytest.mark.parametrize(
+    "row", ["    takes engine.conn:Sender.send", "    asks engine.conn: a", "  uses engine.conn: a"]
+)
+def test_a_row_that_is_no_line_of_a_contract_is_refused(row: str):
+    with pytest.raises(ValueError, match=re.escape(row)):
+        lines(f"ours is called so\n{row}\n")

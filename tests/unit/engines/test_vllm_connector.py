@@ -15,7 +15,7 @@ import pytest
 from kvferry.engines.contract import Signature
 from kvferry.engines.engine_code import Imported
 from kvferry.engines.vllm.caches import CacheGroup
-from kvferry.engines.vllm.contract import since_0_33
+from kvferry.engines.vllm.contract import SINCE_0_33
 
 MODULE = "kvferry.engines.vllm.connector"
 
@@ -165,7 +165,7 @@ def test_multi_connector_finds_it_by_its_name(connector_module: Any):
 
 def test_it_answers_what_vllm_asks_of_sleep_since_0_33(connector_module: Any):
     assert connector_module.KVFerryConnector.supports_sleep_mode({})
-    asked = [line for line in since_0_33() if isinstance(line, Signature)]
+    asked = [line for line in SINCE_0_33 if isinstance(line, Signature)]
     assert len(asked) == 3
     for line in asked:
         ours = f"{MODULE}:KVFerryConnector.{line.where.rpartition('.')[2]}"

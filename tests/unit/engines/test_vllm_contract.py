@@ -142,7 +142,7 @@ def newer(base: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return give
 
 
-IN_0_33 = Contract("vLLM", (), (*contract.hook_lines(), *contract.since_0_33()))
+IN_0_33 = Contract("vLLM", (), (*contract.hook_lines(), *contract.SINCE_0_33))
 
 
 def test_what_is_new_in_0_33_as_it_is(newer: Any):
