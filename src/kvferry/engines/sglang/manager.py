@@ -50,6 +50,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
     Attributes:
         state_types: what the rank caches beside keys and values.
         caches: what the rank caches, and how it lies in memory.
+        prefill: the endpoint of a prefill rank.
+        decode: that of a decode rank.
         device_events: waits for the device, on a prefill rank.
         layer_steps: sends layers while the model computes the next ones; None where they leave with their step alone.
         is_closed: whether it has ended for good.
@@ -59,6 +61,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         stock_peers: answers decode servers without kvferry, on a prefill rank.
     """
 
+    prefill: PrefillEndpoint
+    decode: DecodeEndpoint
     supports_deferred_decode_kv_release = True
     supports_host_destination = False  # but for ranks that have host pools
 
@@ -103,9 +107,8 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         self.layer_steps: LayerSteps | None = None
         if disaggregation_mode is DisaggregationMode.PREFILL and self._settings.layer_ranges > 1:
             self.layer_steps = layer_steps(args, self.caches.layout, self._settings.layer_ranges)
-        self._prefill: PrefillEndpoint | None = None
-        self._decode: DecodeEndpoint | None = None
         self._host: DecodeEndpoint | None = None
+        self._endpoints: list[PrefillEndpoint | DecodeEndpoint] = []  # those above that there are
         self.is_released = self.is_closed = False
         self.servers: PrefillServers | None = None
         if disaggregation_mode is DisaggregationMode.DECODE:
@@ -160,7 +163,7 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         """
         self._name_weights()
         for endpoint in () if self.is_released else self._endpoints:
-            side = "prefill" if endpoint is self._prefill else "decode"
+            side = "prefill" if isinstance(endpoint, PrefillEndpoint) else "decode"
             endpoint.renew(self.caches.fingerprint, f"the {side} server's weights were replaced while it ran")
 
     def _name_weights(self) -> None:
@@ -209,36 +212,21 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
         return self.caches.layout.device.kind is MemoryKind.VRAM
 
     @property
-    def prefill(self) -> PrefillEndpoint:
-        """The endpoint of a prefill rank."""
-        assert self._prefill is not None
-        return self._prefill
-
-    @property
-    def decode(self) -> DecodeEndpoint:
-        """The endpoint of a decode rank."""
-        assert self._decode is not None
-        return self._decode
-
-    @property
     def host(self) -> DecodeEndpoint:
         """The endpoint of a decode rank that receives into host memory."""
         if self._host is None:
             raise UsageError("SGLang did not say where a request's cache could be in host memory")
         return self._host
 
-    @property
-    def _endpoints(self) -> tuple[PrefillEndpoint | DecodeEndpoint, ...]:
-        return tuple(each for each in (self._prefill, self._decode, self._host) if each is not None)
-
     def _open(self) -> None:
+        self._endpoints = []
         if self.disaggregation_mode is DisaggregationMode.PREFILL:
             address = self._own_bootstrap_address()
             announcement = ask(address)
             where = self._settings.model_copy(
                 update={"registry_url": registry_url(address, announcement, self._settings)}
             )
-            self._prefill = PrefillEndpoint(
+            self.prefill = PrefillEndpoint(
                 self.caches.layout,
                 engine=announcement.engine,
                 coordinates=self.place.coordinates,
@@ -246,22 +234,23 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
                 host_registry=False,
                 fingerprint=self.caches.fingerprint,
             )
+            self._endpoints.append(self.prefill)
             return
-        if self._decode is not None:
+        if hasattr(self, "decode"):  # there was one before
             self.prefill_servers.begin_anew()
         here, host_layout = self.place.coordinates, self.caches.host_layout
         if self.caches.is_hisparse:
             assert host_layout is not None
             self._host = self._receiving(host_layout, "sglang-decode", stage(here, 0))
-            self._decode = self._receiving(self.caches.layout, "sglang-decode", stage(here, 1))
+            self.decode = self._receiving(self.caches.layout, "sglang-decode", stage(here, 1))
         else:
-            self._decode = self._receiving(self.caches.layout, "sglang-decode", here)
+            self.decode = self._receiving(self.caches.layout, "sglang-decode", here)
             if host_layout is not None:
                 self._host = self._receiving(host_layout, "sglang-decode-host", here)
-        self.prefill_servers.serve(self._decode)
+        self.prefill_servers.serve(self.decode)
 
     def _receiving(self, layout: RankLayout, engine: str, coordinates: RankCoordinates) -> DecodeEndpoint:
-        return DecodeEndpoint(
+        endpoint = DecodeEndpoint(
             layout,
             engine=engine,
             coordinates=coordinates,
@@ -269,13 +258,16 @@ class KVFerryManager(CommonKVManager):  # type: ignore[misc]
             registry=self.prefill_servers.directory,
             fingerprint=self.caches.fingerprint,
         )
+        self._endpoints.append(endpoint)
+        return endpoint
 
     def _close_endpoints(self) -> None:
         for endpoint in self._endpoints:
             endpoint.close()
             if pages := endpoint.status().quarantined_pages:
+                done = "read" if isinstance(endpoint, PrefillEndpoint) else "written"
                 raise TransferError(
-                    f"{pages} pages of SGLang's caches may still be {'read' if self._prefill else 'written'} by a "
+                    f"{pages} pages of SGLang's caches may still be {done} by a "
                     f"transfer that has ended here, {self._settings.close_timeout_s:g} s (KVFERRY_CLOSE_TIMEOUT_S) "
                     "after it was told to stop: their memory must not be given away"
                 )
