@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -104,11 +104,6 @@ class Hook:
         return any(self.change in _enclosed(function) for function in _wrapped(found))
 
 
-def lost(hooks: tuple[Hook, ...]) -> tuple[str, ...]:
-    """Returns the targets of those hooks that are not in effect."""
-    return tuple(hook.target for hook in hooks if not hook.is_in_effect)
-
-
 _registered: list[Hook] = []
 """What the plug-in has added to SGLang in this process."""
 
@@ -129,14 +124,15 @@ def check_hooks() -> None:
             "kvferry refuses to serve: its plug-in was not registered in this process. SGLang logs above why, and "
             "would go on without it; where SGLANG_PLUGINS is set, it must name kvferry"
         )
-    if gone := lost(tuple(_registered)):
-        raise EngineContractError(loss(gone))
+    if lost := loss(_registered):
+        raise EngineContractError(lost)
 
 
-def loss(targets: tuple[str, ...]) -> str:
-    """Says which hooks are not in effect."""
-    return (
-        f"kvferry refuses to serve: its hook on {', '.join(targets)} is not in effect. SGLang logs above why it could "
+def loss(hooks: Iterable[Hook]) -> str:
+    """Says which hooks are not in effect; empty if all are."""
+    lost = ", ".join(hook.target for hook in hooks if not hook.is_in_effect)
+    return lost and (
+        f"kvferry refuses to serve: its hook on {lost} is not in effect. SGLang logs above why it could "
         "not apply it, and would go on without it; another plug-in may have replaced the same"
     )
 

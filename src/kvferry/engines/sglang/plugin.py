@@ -183,11 +183,11 @@ def _check_when_applied(registry: Any, added: tuple[Hook, ...], *, must_stop: bo
 
     def apply_and_check(_: Any) -> None:
         apply()
-        gone = hooks.lost(added)
-        if gone and must_stop:
-            raise SystemExit(_refusal(hooks.loss(gone)))
-        if gone:
-            log.error("--disaggregation-transfer-backend %s will not work: %s", NAME, hooks.loss(gone))
+        lost = hooks.loss(added)
+        if lost and must_stop:
+            raise SystemExit(_refusal(lost))
+        if lost:
+            log.error("--disaggregation-transfer-backend %s will not work: %s", NAME, lost)
 
     registry.apply_hooks = classmethod(apply_and_check)
 
