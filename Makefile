@@ -15,7 +15,7 @@ TAG ?=
 # With which versions of what it depends on a release is tested: parts of `python -m tests.runs`.
 ENDS ?= lowest newest
 # Those extras of which both ends are tested: others have the same libraries for another CUDA, or are for our tests.
-EXTRAS := nixl mooncake demo draw etcd otel up
+EXTRAS := nixl mooncake demo draw otel up
 OURS := .venv/bin/python
 INSTALLED := .venv/.installed
 COMPILED := src/kvferry/staging/blocks.so

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from release.commands import ReleaseError, run
 
-EXTRAS = "nixl,up,etcd"
+EXTRAS = "nixl,up"
 """Those that the container files install."""
 
 APART = ("unshare", "--map-root-user", "--net", "sh", "-ec", 'ip link set lo up; exec "$@"', "sh")

@@ -5,5 +5,5 @@ ARG ENGINE=lmsysorg/sglang:v0.5.23
 FROM ${ENGINE}
 COPY dist/kvferry-*.whl /tmp/
 # The engine's own torch stays. curl is for probes of several ranks.
-RUN pip install --no-cache-dir "$(ls /tmp/kvferry-*.whl)[nixl,up,etcd]" sglang-router && rm /tmp/kvferry-*.whl && command -v curl
+RUN pip install --no-cache-dir "$(ls /tmp/kvferry-*.whl)[nixl,up]" sglang-router && rm /tmp/kvferry-*.whl && command -v curl
 ENTRYPOINT []

@@ -5,5 +5,5 @@ ARG ENGINE=vllm/vllm-openai:v0.32.0
 FROM ${ENGINE}
 COPY dist/kvferry-*.whl /tmp/
 # The engine's own torch stays. curl is for probes of several ranks.
-RUN pip install --no-cache-dir "$(ls /tmp/kvferry-*.whl)[nixl,up,etcd]" && rm /tmp/kvferry-*.whl && command -v curl
+RUN pip install --no-cache-dir "$(ls /tmp/kvferry-*.whl)[nixl,up]" && rm /tmp/kvferry-*.whl && command -v curl
 ENTRYPOINT []

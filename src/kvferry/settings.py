@@ -128,7 +128,7 @@ class Settings(OwnSettings):
         None,
         description="Where the registry answers; by default at registry_host and registry_port. "
         "etcd://a:2379,b:2379,c:2379/prefix names the members of an etcd cluster, etcds:// those that speak TLS, and "
-        "what all keys begin with, else /kvferry; takes etcd3gw.",
+        "what all keys begin with, else /kvferry.",
     )
     registry_lease_s: float = Field(
         10.0,

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 import msgspec
 
 from kvferry._version import __version__
-from kvferry.answers import Answer, request
+from kvferry.answers import Answer
 from kvferry.control.credentials import bearing, client_context
-from kvferry.control.owning_process import OwningProcess
+from kvferry.control.http_connections import HttpConnections
 from kvferry.control.registry import Grant, Registry
 from kvferry.control.registry_messages import (
     LONGEST_RETRY_S,
@@ -44,9 +44,6 @@ from kvferry.hosts import is_loopback
 from kvferry.loggers import logger_of
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.registrations import EngineView, RankRegistration, check_engine_name
-
-if TYPE_CHECKING:
-    import httpx
 
 AnswerT = TypeVar("AnswerT")
 
@@ -89,28 +86,25 @@ class RegistryClient(Registry):
         self, url: str, timeout_s: float = 2.0, *, token: str | None = None, trusted_certificates: Path | None = None
     ) -> None:
         _check_url(url)
-        self._process = OwningProcess()
         if not 0 < timeout_s <= threading.TIMEOUT_MAX:
             raise SettingsError(f"the registry's timeout_s is {timeout_s}: it must be positive and finite")
         self._url = url.rstrip("/")
-        self._timeout_s = timeout_s
         self._token = token
         # Loading certificates takes long, and without TLS there are none to verify.
         has_tls = self._url.lower().startswith("https:")
-        self._verify = client_context(trusted_certificates) if has_tls else False
+        verify = client_context(trusted_certificates) if has_tls else False
         if token is not None and not has_tls and not is_loopback(urlsplit(url).hostname or ""):
             logger_of(__name__).warning(
                 "the registry at %s is asked without TLS: whoever listens on that network can register there as well; "
                 "see docs/security.md",
                 self._url,
             )
-        self._headers = bearing(token)
-        self._lock = threading.Lock()
-        self._http: httpx.Client | None = None
+        what = f"the client of the registry at {self._url}"
+        self._connections = HttpConnections(what, timeout_s, lambda: verify, idle_s=_KEEP_ALIVE_S)
+        self._lock = threading.Lock()  # guards the views
         # By engine: what the registry said of it, and the tag with which it says whether that is still so.
         self._views: OrderedDict[str, tuple[EngineView, str]] = OrderedDict()
         self._granted: Answer | None = None  # the last that granted a lease
-        self._is_closed = False
         self._told_to_drain: set[str] = set()  # endpoints that were registered here
 
     @property
@@ -199,61 +193,18 @@ class RegistryClient(Registry):
             yield warning("registry", what, "upgrade it before the engines, and these to the same release")
 
     def load(self) -> None:
-        self._connections()
+        self._connections.client()
 
     def close(self) -> None:
-        if not self._process.is_this:
-            return
-        with self._lock:
-            self._is_closed = True
-            http = self._http
-        if http is not None:
-            http.close()  # may be closed again: the call before may have been interrupted here
+        self._connections.close()
 
-    def _connections(self) -> httpx.Client:
-        # Imported at the first request: it would take most of the time that `import kvferry` takes.
-        import httpx
-
-        self._process.check(f"the client of the registry at {self._url}")
-        made = None
-        if self._http is None:
-            made = httpx.Client(
-                timeout=self._timeout_s,
-                trust_env=False,
-                headers=self._headers,
-                verify=self._verify,
-                limits=httpx.Limits(keepalive_expiry=_KEEP_ALIVE_S),
-            )
-        with self._lock:  # for a moment: whoever closes this must not wait until a client is made
-            if self._http is None and not self._is_closed:
-                self._http, made = made, None
-            http, is_closed = self._http, self._is_closed
-        if made is not None:
-            made.close()
-        if http is None or is_closed:
-            raise UsageError(f"the client of the registry at {self._url} was closed")
-        return http
-
-    def exchange(self, method: str, path: str, **arguments: Any) -> Answer:
+    def exchange(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **arguments: Any) -> Answer:
         """Makes a request; returns the answer, whatever it is."""
-        connections = self._connections()
         import httpx
 
-        def ask() -> Answer:
-            return request(
-                connections,
-                self._url + path,
-                method=method,
-                most_bytes=_LARGEST_ANSWER_BYTES,
-                timeout_s=self._timeout_s,
-                **arguments,
-            )
-
+        arguments |= {"method": method, "headers": {**bearing(self._token), **(headers or {})}}
         try:
-            try:
-                answer = ask()
-            except (httpx.ReadError, httpx.WriteError, httpx.RemoteProtocolError):
-                answer = ask()  # a connection that was kept may end in this moment; every request may be repeated
+            answer = self._connections.ask(self._url + path, most_bytes=_LARGEST_ANSWER_BYTES, **arguments)
         except httpx.RemoteProtocolError as error:
             # A registry that is stopped between request and answer looks like this. httpx has no class for
             # it.
@@ -268,10 +219,6 @@ class RegistryClient(Registry):
         # A url that reads well may still hold a name that no host can have.
         except (httpx.InvalidURL, UnicodeError) as error:
             raise SettingsError(f"the registry's url {self._url!r} cannot be used: {error}") from error
-        except RuntimeError as error:
-            if self._is_closed:
-                raise UsageError(f"the client of the registry at {self._url} was closed") from error
-            raise
         if answer.status == 401:
             raise self._no_access()
         return answer

@@ -358,11 +358,6 @@ class TestAddress:
         with create_registry_client(Settings(), "http://127.0.0.1:1") as client:
             assert isinstance(client, RegistryClient)
 
-    def test_without_the_package_a_sentence_says_what_to_install(self, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(SettingsError, match=r"etcd3gw.*not installed: pip install etcd3gw"):
-            create_registry_client(Settings(registry_url="etcd://a:1"))
-
     def test_nixl_stays_on_loopback_only_if_all_members_do(self):
         assert Settings(registry_url="etcd://127.0.0.1:1,[::1]:2").is_on_loopback
         assert not Settings(registry_url="etcd://127.0.0.1:1,node-7:2").is_on_loopback

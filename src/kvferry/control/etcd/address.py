@@ -66,26 +66,24 @@ class EtcdSettings(OwnSettings):
         """The password itself: not for messages or logs."""
         return None if self.etcd_password is None else self.etcd_password.get_secret_value()
 
-    @property
-    def own_certificate(self) -> tuple[Path, Path] | None:
-        """The certificate that is shown to members, and its key; None without."""
-        return (
-            None if self.etcd_certificate is None or self.etcd_key is None else (self.etcd_certificate, self.etcd_key)
-        )
-
-    def check_certificates(self, trusted: Path | None) -> None:
-        """Checks that the certificates can be used.
+    def context(self, trusted: Path | None) -> ssl.SSLContext | bool:
+        """Returns what httpx checks members' certificates with, and shows them ours.
 
         Args:
-            trusted: those that may vouch for members; None trusts those that requests trusts.
+            trusted: PEM file of the certificates that may vouch for members; None trusts those that httpx trusts.
 
         Raises:
-            SettingsError: if one cannot.
+            SettingsError: if one cannot be used.
         """
-        client_context(trusted)
-        if self.own_certificate is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-            load_own(context, *self.own_certificate, "the certificate", "KVFERRY_ETCD_")
+        context = client_context(trusted)
+        if self.etcd_certificate is None or self.etcd_key is None:
+            return context
+        if isinstance(context, bool):
+            import httpx
+
+            context = httpx.create_ssl_context()
+        load_own(context, self.etcd_certificate, self.etcd_key, "the certificate", "KVFERRY_ETCD_")
+        return context
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from kvferry.errors import RegistryError
-
 Answer = TypeVar("Answer")
 
 
@@ -86,6 +84,12 @@ class Watched(msgspec.Struct, frozen=True):
     events: tuple[Event, ...] = ()
 
 
+class News(msgspec.Struct, frozen=True):
+    """A line of a watch; without a result something has gone wrong."""
+
+    result: Watched | None = None
+
+
 class Header(msgspec.Struct, frozen=True):
     """Who answers."""
 
@@ -112,21 +116,20 @@ class Done(msgspec.Struct, frozen=True):
     """It was done."""
 
 
-def converted(answer: object, kind: type[Answer]) -> Answer:
-    """Returns an answer as what it should be.
-
-    Raises:
-        RegistryError: if it is something else.
-    """
-    try:
-        return msgspec.convert(answer, kind, strict=False)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise RegistryError(f"it gave {str(answer)[:60]!r}: {error}") from error
-
-
 # Here, in one thread: msgspec 0.22 crashes the process where two threads are the first to decode a type.
-for _kind in (Range, Transaction, Lease, KeptAlive, Watched, Status, Token, Done):
-    converted({}, _kind)
+_DECODERS: dict[type, msgspec.json.Decoder[Any]] = {
+    kind: msgspec.json.Decoder(kind, strict=False)
+    for kind in (Range, Transaction, Lease, KeptAlive, News, Status, Token, Done)
+}
+
+NOT_DECODED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What `decoded` raises where a member answers something else."""
+
+
+def decoded(answer: bytes, kind: type[Answer]) -> Answer:
+    """Returns what a member answers."""
+    found: Answer = _DECODERS[kind].decode(answer)
+    return found
 
 
 def encoded(text: str | bytes) -> str:

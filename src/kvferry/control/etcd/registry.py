@@ -49,7 +49,6 @@ from kvferry.control.etcd.messages import (
     Range,
     Status,
     Transaction,
-    Watched,
     encoded,
     has_value,
     none_but,
@@ -120,10 +119,10 @@ class EtcdRegistry(Registry):
         lease_s: how long a registration lasts without being renewed; rounded up to whole seconds, and etcd may take
             longer.
         own: how the cluster lets us in.
-        trusted: PEM file of the certificates that may vouch for its members; None trusts those that requests trusts.
+        trusted: PEM file of the certificates that may vouch for its members; None trusts those that httpx trusts.
 
     Raises:
-        SettingsError: if the url is no address of a cluster, etcd3gw is not installed, or a certificate cannot be used.
+        SettingsError: if the url is no address of a cluster, or a certificate cannot be used.
 
     Attributes:
         members: of the cluster, of which one is asked.
@@ -378,7 +377,7 @@ class EtcdRegistry(Registry):
         retry_s = _WATCH_RETRY_S
         while not self._closing.is_set():
             try:
-                for news in self.members.stream("watch", body, Watched, _QUIET_S):
+                for news in self.members.watch(body, _QUIET_S):
                     if news.canceled:
                         log.debug("changes at the registry are not told: %s", news.cancel_reason)
                         self.members.forget_token()  # it may have been that

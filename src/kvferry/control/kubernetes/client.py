@@ -7,24 +7,20 @@ from __future__ import annotations
 
 import re
 import ssl
-import threading
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 from urllib.parse import quote
 
 import msgspec
 from pydantic import Field
 
-from kvferry.answers import request
 from kvferry.control.credentials import bearing
+from kvferry.control.http_connections import HttpConnections
 from kvferry.errors import OrchestratorError, quoted
 from kvferry.protocol.links.proofs import NodeObject, PodObject
 from kvferry.protocol.wire.field_types import PodIdentity
 from kvferry.settings import OwnSettings, Settings
-
-if TYPE_CHECKING:
-    import httpx
 
 ObjectT = TypeVar("ObjectT")
 
@@ -108,11 +104,9 @@ class KubernetesClient(Orchestrator):
         self.url = url.rstrip("/")
         self._token_file = token_file
         self._ca_file = ca_file
-        self._timeout_s = timeout_s
-        # Guards the connections, which are made by whoever asks first.
-        self._lock = threading.Lock()
-        self._http: httpx.Client | None = None
-        self._is_closed = False
+        self._connections = HttpConnections(
+            "the client of the Kubernetes API", timeout_s, self._verify, closed=OrchestratorError
+        )
 
     def pod(self, pod: PodIdentity) -> PodObject | None:
         path = f"/api/v1/namespaces/{quote(pod.namespace, safe='')}/pods/{quote(pod.name, safe='')}"
@@ -122,10 +116,7 @@ class KubernetesClient(Orchestrator):
         return self._object(f"/api/v1/nodes/{quote(name, safe='')}", "nodes", name, _NODE)
 
     def close(self) -> None:
-        with self._lock:
-            http, self._http, self._is_closed = self._http, None, True
-        if http is not None:
-            http.close()
+        self._connections.close()
 
     def _object(self, path: str, kind: str, name: str, decoder: msgspec.json.Decoder[ObjectT]) -> ObjectT | None:
         status, body = self._get(path)
@@ -161,13 +152,7 @@ class KubernetesClient(Orchestrator):
                     f"the service account's token {self._token_file} (KVFERRY_KUBERNETES_TOKEN_FILE) holds no token: "
                     "one line of visible ASCII"
                 )
-            answer = request(
-                self._connections(),
-                self.url + path,
-                most_bytes=_LARGEST_ANSWER_BYTES,
-                timeout_s=self._timeout_s,
-                headers=bearing(token),
-            )
+            answer = self._connections.ask(self.url + path, most_bytes=_LARGEST_ANSWER_BYTES, headers=bearing(token))
             return answer.status, answer.body
         except OSError as error:
             raise OrchestratorError(
@@ -180,21 +165,9 @@ class KubernetesClient(Orchestrator):
                 f"{quoted(error)}"
             ) from error
 
-    def _connections(self) -> httpx.Client:
-        # Imported at the first request: it would take most of the time that `import kvferry` takes.
-        import httpx
-
-        with self._lock:
-            if self._is_closed:
-                raise OrchestratorError("the client of the Kubernetes API was closed")
-            if self._http is None:
-                has_tls = self.url.lower().startswith("https:")
-                self._http = httpx.Client(
-                    timeout=self._timeout_s, trust_env=False, verify=self._context() if has_tls else False
-                )
-            return self._http
-
-    def _context(self) -> ssl.SSLContext:
+    def _verify(self) -> ssl.SSLContext | bool:
+        if not self.url.lower().startswith("https:"):
+            return False
         try:
             return ssl.create_default_context(cafile=str(self._ca_file))
         except (OSError, ValueError) as error:
