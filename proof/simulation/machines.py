@@ -12,9 +12,9 @@ from kvferry.control.kubernetes.client import Orchestrator
 from kvferry.control.leases import Leases
 from kvferry.control.process_identity import Sight
 from kvferry.control.registry import Grant, Registry
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.control.renewals import Renewals
+from kvferry.control.renewals import LeaseKeeper, Renewals
 from kvferry.endpoint.runtime.calibration import Calibration, WireKey
 from kvferry.endpoint.runtime.platform import BackgroundExecutor, Platform
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop

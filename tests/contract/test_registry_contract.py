@@ -24,8 +24,9 @@ from kvferry.control.etcd import registry as etcd_registry
 from kvferry.control.etcd.address import EtcdSettings
 from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import OnChange, Registry
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.errors import (
     RegistrationRefusedError,
     RegistryAccessError,

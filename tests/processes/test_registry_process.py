@@ -15,8 +15,8 @@ import psutil
 import pytest
 from tests.support.waiting import PATIENCE_S, eventually
 
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
-from kvferry.control.renewals import Renewals
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.renewals import LeaseKeeper, Renewals
 from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
 
@@ -90,7 +90,8 @@ def test_a_rank_whose_process_is_killed_is_forgotten_and_its_successor_is_taken_
 import sys, threading
 import msgspec
 from kvferry.protocol.wire.registrations import RankRegistration
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.renewals import LeaseKeeper
 keeper = LeaseKeeper(
     RegistryClient(sys.argv[1]), msgspec.json.decode(sys.argv[2], type=RankRegistration), lambda problem: None
 )

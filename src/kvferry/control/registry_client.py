@@ -1,11 +1,10 @@
-"""The client of kvferry's own registry, over HTTP, and what keeps a rank registered at any."""
+"""The client of kvferry's own registry, over HTTP."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
@@ -28,7 +27,6 @@ from kvferry.control.registry_messages import (
     Removal,
     ToldToDrain,
 )
-from kvferry.control.renewals import Renewals
 from kvferry.errors import (
     KVFerryError,
     RankReplacedError,
@@ -37,7 +35,6 @@ from kvferry.errors import (
     RegistryError,
     RegistryUnreachableError,
     SettingsError,
-    UsageError,
 )
 from kvferry.findings import Finding, good, warning
 from kvferry.hosts import is_loopback
@@ -59,8 +56,6 @@ _PROBLEM = msgspec.json.Decoder(Problem)
 
 # Sixteen thousand registrations take about five MiB: more than this did not come from a registry.
 _LARGEST_ANSWER_BYTES = 64 * 1024 * 1024
-# How often to look whether the registry has closed a connection.
-_LOOK_S = 2.0
 # Shorter than the server keeps an idle connection, so that a request meets none that is about to close.
 _KEEP_ALIVE_S = 170.0
 _MOST_VIEWS = 64
@@ -281,182 +276,6 @@ class RegistryClient(Registry):
             f"what answers at {self._url} is not a registry of this version (status {status}, body beginning "
             f"{body[:60]!r}): check the registry's url"
         )
-
-
-class LeaseKeeper:
-    """Keeps one rank registered, from a daemon thread, until it is closed.
-
-    It renews when the registry told it to: at a third of the lease, or later where there are many ranks. It reports
-    every failure and tries again: after a short time first, then less and less often, or when the registry tells of
-    changes. A registry that restarted receives the registration with the next renewal, or before: the keeper notices
-    that its connection was closed. Both the registry and it see to it that many ranks do not come back all at once.
-
-    Args:
-        client: the registry; the keeper does not close it.
-        registration: what to register.
-        on_problem: called from the keeper's thread with every new problem: one that has another type or
-            message than the problem before, or that comes after a success. It should return soon.
-        renewals: says how long to wait; with its usual times by default.
-        on_drain: called once, from the keeper's thread, when an operator has told the rank to drain.
-        now: the time, in seconds of a clock that never goes back.
-
-    Attributes:
-        registered: set while the registry holds the rank's lease, as far as this side knows: from a success
-            until a refusal, until the lease would have run out, or until close.
-        last_error: the latest failure since the last success, or None.
-        replaced: that another start of the rank has its place, as far as this side knows: from the refusal that says so
-            until a success, or None.
-        woken: set to let the keeper look at once.
-    """
-
-    def __init__(
-        self,
-        client: Registry,
-        registration: RankRegistration,
-        on_problem: Callable[[Exception], None],
-        *,
-        renewals: Renewals | None = None,
-        on_drain: Callable[[], None] = lambda: None,
-        now: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._renewals = renewals or Renewals()
-        self.registered = threading.Event()
-        self.last_error: Exception | None = None
-        self.replaced: RankReplacedError | None = None
-        self._client = client
-        self._registration = registration
-        self._on_problem = on_problem
-        self._on_drain = on_drain
-        self._was_told_to_drain = False
-        self._lease_ends_at = 0.0
-        self._now = now
-        self._lock = threading.Lock()
-        self._closing = threading.Event()
-        self.woken = threading.Event()
-        self._is_watching = False
-        self._thread: threading.Thread | None = None
-
-    def start(self) -> None:
-        """Begins to register and returns at once; `registered` is set on success.
-
-        Raises:
-            UsageError: if the keeper was started or closed before.
-        """
-        with self._lock:
-            if self._thread is not None or self._closing.is_set():
-                raise UsageError("this lease keeper was started or closed before: make a new one")
-            registration = self._registration
-            name = f"kvferry-lease-{registration.engine}-{registration.engine_rank}"
-            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-            self._thread.start()
-
-    def update(self, registration: RankRegistration) -> None:
-        """Registers something else of the rank from now on; at once, on the keeper's thread."""
-        self._registration = registration
-        self.woken.set()
-
-    def close(self, timeout_s: float = 6.0) -> bool:
-        """Removes the registration if the registry can be reached, and ends the thread. May be called again.
-
-        Args:
-            timeout_s: how long to wait for the thread, in seconds. A request in progress and the removal each
-                take as long as the client's timeouts allow, and looking up the registry's name may take
-                longer.
-
-        Returns:
-            Whether the thread ended in time. If not, it still ends by itself, and so does the lease.
-        """
-        with self._lock:
-            self._closing.set()
-            self.woken.set()
-            thread = self._thread
-        if thread is None:
-            return True
-        thread.join(timeout_s)
-        return not thread.is_alive()
-
-    def __enter__(self) -> LeaseKeeper:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        while not self._closing.is_set():
-            wait_s = self.renew()
-            if not self.registered.is_set() and not self._is_watching:
-                self._watch()
-            self._wait(wait_s)
-            self.woken.clear()
-        self.remove()
-
-    def _watch(self) -> None:
-        """Has changes told, from now on or, where that fails, from the next try on."""
-        try:
-            self._client.watch(self._changed)
-        except Exception as error:
-            self._report(error)
-        else:
-            self._is_watching = True
-
-    def _wait(self, wait_s: float) -> None:
-        """Waits so long, or until the keeper is woken, or the registry seems to have restarted."""
-        until = self._now() + wait_s
-        while (left_s := until - self._now()) > 0 and not self.woken.wait(min(left_s, _LOOK_S)):
-            # Without a lease the next try is near anyway.
-            if self.registered.is_set() and self._client.has_hung_up:
-                self.woken.wait(min(until - self._now(), self._renewals.hung_up()))
-                return
-
-    def _changed(self, engine: str | None) -> None:
-        """Tries again at once, where the registry may take now what it did not take before."""
-        if engine in (None, self._registration.engine) and not self.registered.is_set():
-            self.woken.set()
-
-    def renew(self) -> float:
-        """Tries to register; returns how long to wait until the next try. Only for what runs the keeper."""
-        # The lease runs from when the registry got the request: counted from here, it is never overrated.
-        asked_at = self._now()
-        try:
-            grant = self._client.grant(self._registration)
-        except Exception as error:
-            if isinstance(error, RankReplacedError):
-                self.replaced = error
-            is_unwanted = isinstance(error, (RegistrationRefusedError, RegistryAccessError))
-            if is_unwanted or self._now() >= self._lease_ends_at:
-                self.registered.clear()
-            self._report(error)
-            return self._renewals.failed(timed_out=isinstance(error, RegistryUnreachableError) and error.timed_out)
-        self._lease_ends_at = asked_at + grant.lease_s
-        self.last_error = self.replaced = None
-        self.registered.set()
-        if not self._was_told_to_drain and self._client.drains(self._registration.incarnation):
-            self._was_told_to_drain = True
-            self._tell("on_drain", self._on_drain)
-        return self._renewals.granted(grant)
-
-    def remove(self) -> None:
-        """Ends the lease, if the registry can be reached. Only for what runs the keeper."""
-        self.registered.clear()
-        registration = self._registration
-        try:
-            self._client.remove(registration.engine, registration.engine_rank, registration.incarnation)
-        except Exception as error:
-            self._report(error)
-
-    def _report(self, error: Exception) -> None:
-        previous, self.last_error = self.last_error, error
-        if previous is not None and (type(previous), str(previous)) == (type(error), str(error)):
-            return
-        self._tell("on_problem", self._on_problem, error)
-
-    def _tell(self, name: str, callback: Callable[..., None], *said: object) -> None:
-        """Calls the caller back, whose mistake must not cost the rank its lease."""
-        try:
-            callback(*said)
-        except Exception:
-            logger_of(__name__).exception("%s raised an error when it was called with %r", name, said)
 
 
 def _seconds(text: str) -> float:

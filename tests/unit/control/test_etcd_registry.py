@@ -29,7 +29,8 @@ from kvferry.control.etcd import registry as etcd_registry
 from kvferry.control.etcd.address import EtcdSettings, EtcdUrl
 from kvferry.control.etcd.messages import Lease
 from kvferry.control.etcd.registry import EtcdRegistry
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.errors import (
     RegistrationRefusedError,
     RegistryAccessError,

@@ -27,9 +27,9 @@ from tests.support.waiting import PATIENCE_S, eventually
 from kvferry.control.construction import create_registry, create_registry_client
 from kvferry.control.credentials import Credentials, ServerCertificate
 from kvferry.control.registry_app import registry_app
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
-from kvferry.control.renewals import Renewals
+from kvferry.control.renewals import LeaseKeeper, Renewals
 from kvferry.errors import RegistryAccessError, RegistryUnreachableError, SettingsError
 from kvferry.layout import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration

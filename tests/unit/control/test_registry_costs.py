@@ -19,9 +19,10 @@ from kvferry.answers import Answer
 from kvferry.control import registry_app as routes
 from kvferry.control import registry_client
 from kvferry.control.leases import Leases
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import LONGEST_RETRY_S
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.protocol.wire.registrations import EngineView
 
 RANKS = 64

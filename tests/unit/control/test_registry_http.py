@@ -32,10 +32,10 @@ from kvferry import __version__
 from kvferry.control.http_clients import Listener
 from kvferry.control.registry import Grant
 from kvferry.control.registry_app import registry_app
-from kvferry.control.registry_client import LeaseKeeper, RegistryClient
+from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import API_VERSION, LARGEST_BODY_BYTES
 from kvferry.control.registry_server import RegistryServer
-from kvferry.control.renewals import Renewals
+from kvferry.control.renewals import LeaseKeeper, Renewals
 from kvferry.errors import (
     RegistrationRefusedError,
     RegistryError,

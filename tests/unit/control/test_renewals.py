@@ -14,9 +14,8 @@ from tests.support.registered_ranks import rank
 
 from kvferry.control.leases import RENEWALS_PER_S, RETURNS_PER_S, Leases, Pacer
 from kvferry.control.registry import Grant
-from kvferry.control.registry_client import _LOOK_S
 from kvferry.control.registry_messages import Lease
-from kvferry.control.renewals import Renewals
+from kvferry.control.renewals import _LOOK_S, Renewals
 from kvferry.errors import RegistrationRefusedError, SettingsError
 
 LEASE_S = 10.0

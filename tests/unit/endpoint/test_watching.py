@@ -13,8 +13,7 @@ from tests.unit.testing.models import pool
 
 from kvferry import DecodeEndpoint, EngineView, InProcessNetwork, InProcessTransport, RegistryClient, Settings
 from kvferry.control.registry import Grant, OnChange
-from kvferry.control.registry_client import LeaseKeeper
-from kvferry.control.renewals import Renewals
+from kvferry.control.renewals import LeaseKeeper, Renewals
 from kvferry.errors import RegistryUnreachableError
 from kvferry.protocol.wire.registrations import RankRegistration
 from kvferry.testing.probe import probe

@@ -20,7 +20,7 @@ from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.teams import BenchError, LocalTeam, Pollable, begin_to_import, listen
 from kvferry.applications.partner import Caller, Listener, Message, calling, listening
 from kvferry.control.construction import create_registry_client
-from kvferry.control.registry_client import LeaseKeeper
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.errors import (
     IncompatiblePeerError,
     PeerDisconnectedError,

@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 from msgspec import structs
 
-from kvferry.control.registry_client import LeaseKeeper
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.endpoint.early_warnings import UnaskedRooms
 from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment

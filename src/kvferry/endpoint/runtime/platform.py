@@ -27,8 +27,8 @@ from kvferry.control.kubernetes.client import Orchestrator, create_kubernetes_cl
 from kvferry.control.kubernetes.pod_identity import pod_of
 from kvferry.control.process_identity import is_gone, this_machine, this_process
 from kvferry.control.registry import Registry
-from kvferry.control.registry_client import LeaseKeeper
 from kvferry.control.registry_server import RegistryServer
+from kvferry.control.renewals import LeaseKeeper
 from kvferry.control.shared_registry import SharedRegistries
 from kvferry.endpoint.runtime.calibration import Calibration
 from kvferry.endpoint.runtime.threads import Loop, RunningLoop, SupervisedThread
