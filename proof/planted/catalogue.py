@@ -710,14 +710,14 @@ CATALOGUE = (
     ),
     PlantedFault(
         "a stranger with a higher number keeps a decode rank's answers",
-        "control/reply_routes.py",
+        "control/channel.py",
         "known._replace(last=identity)",
         "known",
         "tests/unit/control/test_reply_routes.py",
     ),
     PlantedFault(
         "what a closed connection had left takes the youngest one's answers",
-        "control/reply_routes.py",
+        "control/channel.py",
         "if known is None or known.number <= number:",
         "if known is None or known.number != number:",
         "tests/unit/control/test_reply_routes.py",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvferry.control.ends import ConnectingEnd, ListeningEnd
-from kvferry.control.kubernetes.client import Orchestrator
+from kvferry.control.kubernetes import Orchestrator
 from kvferry.control.leases import Leases
 from kvferry.control.process_identity import Sight
 from kvferry.control.registry import Grant, Registry

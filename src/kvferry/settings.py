@@ -30,8 +30,8 @@ from kvferry.spelling import PREFIX, hint
 _LAST_PORT = 65535
 OWNERS = (
     "kvferry.control.etcd.address:EtcdSettings",
-    "kvferry.control.kubernetes.client:KubernetesSettings",
-    "kvferry.control.kubernetes.pod_identity:PodSettings",
+    "kvferry.control.kubernetes:KubernetesSettings",
+    "kvferry.control.kubernetes:PodSettings",
     "kvferry.observe.settings:ObserveSettings",
     "kvferry.staging.sizes:StagingSettings",
     "kvferry.transport.mooncake.settings:MooncakeSettings",

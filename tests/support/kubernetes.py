@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvferry.control.kubernetes.client import KubernetesClient
+from kvferry.control.kubernetes import KubernetesClient
 
 
 class KubernetesApi:

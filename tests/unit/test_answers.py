@@ -13,7 +13,7 @@ from tests.support.http_answers import answering, http_answer, nested_gzip
 
 from kvferry.answers import Answer, request
 from kvferry.applications.top.asking import ask_once, record
-from kvferry.control.kubernetes.client import KubernetesClient
+from kvferry.control.kubernetes import KubernetesClient
 from kvferry.errors import OrchestratorError
 
 

@@ -1,4 +1,4 @@
-"""What both ends of the peer channel are made of over ZMQ: sockets, who is let in, and which connection has to go.
+"""What both ends of the peer channel are made of over ZMQ: sockets, who is let in, who has to go, who is reached how.
 
 All of it belongs to the thread that polls. Other threads wake that one with `Wakeup`, the only thing here that may be
 called from any thread.
@@ -12,6 +12,11 @@ ZMQ accepts every connection, from strangers too, and has no bound of its own. B
 monitors it: beyond the bound, the thread that polls shuts down the oldest stranger, as soon as it has a turn; if there
 are only peers, the one that came last. Strangers are those whose handshake has not succeeded, or without credentials,
 who were not sent any message: the operating system says how many bytes were.
+
+A rank may have made several connections. Each is identified by the rank's name and a number, which is higher for every
+one that the rank makes. The youngest is the right one: what an older one had left may come later. But where there is no
+secret anybody can connect under a name, and with any number. So whoever has sent something last is sent to as well:
+nobody keeps the answers from who asks, and a message that is for the other one changes nothing there.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ import math
 import os
 import socket
 import struct
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import zmq
 from zmq.utils import z85
@@ -32,6 +38,7 @@ from zmq.utils.monitor import recv_monitor_message
 from kvferry.control.credentials import Credentials
 from kvferry.loggers import logger_of
 from kvferry.open_files import share_of
+from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire.codec import MAX_MESSAGE_BYTES
 
 log = logger_of(__name__)
@@ -262,3 +269,58 @@ class Doorkeeper:
             )
             status = (b"200", b"OK") if is_known else (b"400", b"unknown key")
             self.socket.send_multipart([b"1.0", request, *status, b"", b""])
+
+
+_MARK = "~"  # between the name and the number
+_MOST = 1 << 16
+
+
+def identity_of(name: str, number: int) -> str:
+    """Returns what the connection of that number calls itself."""
+    return f"{name}{_MARK}{number}"
+
+
+class _Route(NamedTuple):
+    """Two connections, or one.
+
+    Attributes:
+        number: of the youngest that has sent anything.
+        youngest: its identity.
+        last: of the one that has sent something last.
+    """
+
+    number: int
+    youngest: str
+    last: str
+
+
+class ReplyRoutes:
+    """The connections of decode ranks that have sent anything. For the thread that has them."""
+
+    def __init__(self) -> None:
+        """Begins with none."""
+        self._of: OrderedDict[str, _Route] = OrderedDict()  # by name
+
+    def sender_of(self, identity: str) -> str:
+        """Takes the identity of a connection that has sent something. Returns whose it is."""
+        name, mark, digits = identity.rpartition(_MARK)
+        if not mark or not digits.isdigit():
+            name, digits = identity, "0"
+        number, known = int(digits), self._of.get(name)
+        if known is None or known.number <= number:
+            known = _Route(number, identity, identity)
+        remember(self._of, name, known._replace(last=identity), _MOST)
+        return name
+
+    def to(self, name: str) -> list[str]:
+        """Returns the identities of the connections through which to send to whoever has a name."""
+        route = self._of.get(name)
+        return [] if route is None else list(dict.fromkeys((route.youngest, route.last)))
+
+    def lost(self, name: str, identity: str) -> None:
+        """Takes out a connection that is not there any more."""
+        others = [each for each in self.to(name) if each != identity]
+        route = self._of.pop(name)
+        if others:
+            number = 0 if identity == route.youngest else route.number
+            self._of[name] = _Route(number, *others, *others)

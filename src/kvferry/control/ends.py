@@ -16,9 +16,17 @@ from collections.abc import Callable, Collection, Iterator
 
 import zmq
 
-from kvferry.control.channel import Connections, Doorkeeper, Wakeup, configured, end_silent, has_input
+from kvferry.control.channel import (
+    Connections,
+    Doorkeeper,
+    ReplyRoutes,
+    Wakeup,
+    configured,
+    end_silent,
+    has_input,
+    identity_of,
+)
 from kvferry.control.credentials import Credentials, secret_hint
-from kvferry.control.reply_routes import ReplyRoutes, identity_of
 from kvferry.errors import PeerDisconnectedError, SettingsError
 from kvferry.open_files import CONNECTION, REMEDY, lack
 

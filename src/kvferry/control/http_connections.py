@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvferry.answers import Answer, request
-from kvferry.control.owning_process import OwningProcess
+from kvferry.control.process_identity import OwningProcess
 from kvferry.errors import KVFerryError, UsageError
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from kvferry._version import __version__
 from kvferry.addresses import with_found_address
 from kvferry.control.construction import credentials_of
-from kvferry.control.owning_process import OwningProcess
+from kvferry.control.process_identity import OwningProcess
 from kvferry.endpoint.construction import Draining, create_transport, endpoint_name
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Closing, Platform, SystemPlatform

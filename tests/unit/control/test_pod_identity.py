@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvferry import Settings
-from kvferry.control.kubernetes.pod_identity import pod_of
+from kvferry.control.kubernetes import pod_of
 from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import SettingsError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.control.reply_routes import ReplyRoutes, identity_of
+from kvferry.control.channel import ReplyRoutes, identity_of
 
 
 def spoke(*identities: str) -> ReplyRoutes:

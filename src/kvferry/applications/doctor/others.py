@@ -15,8 +15,7 @@ from kvferry.applications.top.asking import Sample, ask_once
 from kvferry.applications.top.view import troubles
 from kvferry.control.construction import create_registry_client
 from kvferry.control.etcd.address import is_etcd
-from kvferry.control.kubernetes.client import KubernetesSettings, create_kubernetes_client
-from kvferry.control.kubernetes.pod_identity import PodSettings
+from kvferry.control.kubernetes import KubernetesSettings, PodSettings, create_kubernetes_client
 from kvferry.errors import IncompatiblePeerError, KVFerryError, OrchestratorError, RegistryAccessError
 from kvferry.findings import Finding, error, good, warning
 from kvferry.observe.logs import clock_time

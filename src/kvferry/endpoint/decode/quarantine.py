@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
-from kvferry.control.kubernetes.client import Orchestrator
+from kvferry.control.kubernetes import Orchestrator
 from kvferry.endpoint.decode.context import DecodeContext
 from kvferry.errors import KVFerryError, OrchestratorError, UsageError
 from kvferry.loggers import logger_of

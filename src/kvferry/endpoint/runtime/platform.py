@@ -23,8 +23,7 @@ from kvferry.control.channel import most_connections
 from kvferry.control.construction import create_registry, create_registry_client, credentials_of
 from kvferry.control.ends import ConnectingEnd, ListeningEnd, ZmqConnectingEnd, ZmqListeningEnd
 from kvferry.control.etcd.address import EtcdSettings
-from kvferry.control.kubernetes.client import Orchestrator, create_kubernetes_client
-from kvferry.control.kubernetes.pod_identity import pod_of
+from kvferry.control.kubernetes import Orchestrator, create_kubernetes_client, pod_of
 from kvferry.control.process_identity import is_gone, this_machine, this_process
 from kvferry.control.registry import Registry
 from kvferry.control.registry_server import RegistryServer

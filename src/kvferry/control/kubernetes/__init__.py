@@ -1,1 +1,0 @@
-"""Whose word counts in Kubernetes: which pod a process is, and whether it has ended."""
