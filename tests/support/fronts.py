@@ -10,8 +10,8 @@ from starlette.applications import Starlette
 from tests.support.http import Served
 from tests.support.waiting import PATIENCE_S, eventually
 
+from kvferry.applications.up.app import Front
 from kvferry.applications.up.dialects import Dialect
-from kvferry.applications.up.front import Front
 from kvferry.applications.up.servers import Server
 from kvferry.control.registry import Registry
 

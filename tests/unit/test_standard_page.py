@@ -16,8 +16,8 @@ from benchmarks import standard
 from benchmarks.memory_growth import steady_growth
 from benchmarks.standard_page import figures_of, is_exact, number, rows, section, with_section
 
-from kvferry.applications.bench.memory import needed_bytes
 from kvferry.applications.bench.options import BenchArguments, prepare
+from kvferry.applications.bench.pool import needed_bytes
 from kvferry.applications.bench.run import checked_place
 from kvferry.cli.app import app
 

@@ -1,8 +1,8 @@
 """What published models cache: components read from a config.json, or described by hand.
 
-`reading` is the way in; `families` has one small function for each family of architectures, put together from the
-`parts` that models have in common, and `fields` checks what they read. `described` is the form for all others, `cache`
-what comes out. Nothing here knows about ranks or memory.
+`reading` is the way in, and has the form for architectures that are not known; `families` has one small function for
+each family of those that are, put together from the `parts` that models have in common, and `fields` checks what they
+read. `cache` is what comes out. Nothing here knows about ranks or memory.
 """
 
 from kvferry.models.cache import ModelCache, with_block_scales

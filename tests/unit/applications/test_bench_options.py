@@ -9,7 +9,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from kvferry.applications.bench import memory
+from kvferry.applications.bench import pool as memory
 from kvferry.applications.bench.measure import Place
 from kvferry.applications.bench.options import PRESETS, VARIANTS, BenchArguments, BenchOptions, prepare, preset_model
 from kvferry.applications.bench.pattern import Checked

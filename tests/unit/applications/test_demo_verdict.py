@@ -14,8 +14,18 @@ import torch
 from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape, Request
-from kvferry.applications.demo.pool import DECODE_POISON, PREFILL_POISON, Computed, rank_pool
-from kvferry.applications.demo.ranks import Decoded, Ended, Received, Sent, Undivided, pages_of_chunk
+from kvferry.applications.demo.ranks import (
+    DECODE_POISON,
+    PREFILL_POISON,
+    Computed,
+    Decoded,
+    Ended,
+    Received,
+    Sent,
+    Undivided,
+    pages_of_chunk,
+    rank_pool,
+)
 from kvferry.applications.demo.reference.caches import array_shape
 from kvferry.applications.demo.reference.engine import PrefilledChunk
 from kvferry.applications.demo.reference.specification import ModelSpec

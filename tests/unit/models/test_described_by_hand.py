@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.errors import ModelError
 from kvferry.layout import Axis, Component, Entry, ShardedComponent
-from kvferry.models import FAMILIES, ModelCache, described, model_cache_from_config, read_model_cache
+from kvferry.models import FAMILIES, ModelCache, model_cache_from_config, read_model_cache, reading
 
 ROOT = Path(__file__).parents[3]
 K = {"name": "k", "layers": "all", "axes": {"head": 8, "dim": 128}, "dtype": "bfloat16", "tp_axis": "head"}
@@ -105,7 +105,7 @@ def test_a_description_of_another_form_is_shown_the_right_one(description: objec
     with pytest.raises(ModelError) as caught:
         model_cache_from_config({"kvferry": description}, source="mine.json")
     assert str(caught.value).startswith("mine.json: kvferry: ")
-    assert described.EXAMPLE in str(caught.value)
+    assert reading.EXAMPLE in str(caught.value)
 
 
 def test_names_that_appear_twice_and_nothing_at_all():
@@ -128,6 +128,6 @@ def test_the_examples_in_the_documents_are_valid():
     assert len(blocks) >= 2
     for block in blocks:
         assert model_cache_from_config(json.loads(block)).components
-    assert described.__doc__ is not None
-    indented = described.__doc__[described.__doc__.index("    {") : described.__doc__.index("`layers`")]
-    assert model_cache_from_config(json.loads(indented)) == model_cache_from_config(json.loads(described.EXAMPLE))
+    assert reading.__doc__ is not None
+    indented = reading.__doc__[reading.__doc__.index("    {") : reading.__doc__.index("`layers`")]
+    assert model_cache_from_config(json.loads(indented)) == model_cache_from_config(json.loads(reading.EXAMPLE))

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry.applications.bench import commands
-from kvferry.applications.bench.memory import needed_bytes
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pattern import Checked
+from kvferry.applications.bench.pool import needed_bytes
 from kvferry.applications.bench.teams import BenchError, Teams
 
 _STEP_S = 60.0

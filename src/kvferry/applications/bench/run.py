@@ -14,8 +14,8 @@ from rich.console import Console
 from kvferry._version import __version__
 from kvferry.applications.bench import report
 from kvferry.applications.bench.measure import Measurement, Place
-from kvferry.applications.bench.memory import available_bytes, available_gpu_bytes, check_fits
 from kvferry.applications.bench.options import BenchArguments, BenchOptions, prepare
+from kvferry.applications.bench.pool import available_bytes, available_gpu_bytes, check_fits
 from kvferry.applications.bench.remote import find_prefill_side, follow
 from kvferry.applications.bench.summary import Case, all_exact, summarise
 from kvferry.applications.bench.teams import LocalTeam, Teams

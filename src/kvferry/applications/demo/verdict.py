@@ -11,8 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions
-from kvferry.applications.demo.pool import DECODE_POISON
-from kvferry.applications.demo.ranks import Decoded, Ended, Received, Sent, Undivided
+from kvferry.applications.demo.ranks import DECODE_POISON, Decoded, Ended, Received, Sent, Undivided
 from kvferry.applications.demo.run import Outcome, RankName
 from kvferry.layout import RankLayout
 from kvferry.observe.records import busy_s
