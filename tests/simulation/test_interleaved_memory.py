@@ -25,7 +25,7 @@ from kvferry.endpoint.prefill.staged_writes import StagedWrites
 from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.run_queue import Timers
 from kvferry.layout import Device, Region
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.protocol import bounded
 from kvferry.protocol.wire import versions
 from kvferry.protocol.wire.versions import SpokenVersions, Versions

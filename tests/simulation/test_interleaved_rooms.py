@@ -21,7 +21,7 @@ from kvferry.endpoint.prefill.rooms import SendingRooms
 from kvferry.endpoint.runtime import run_queue
 from kvferry.endpoint.runtime.run_queue import RunQueue
 from kvferry.errors import EndpointClosedError
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.protocol.transfer import room_table
 from kvferry.protocol.wire.messages import AbortRoom, Attach, OpenRoom
 from kvferry.settings import Settings

@@ -29,7 +29,7 @@ from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.run_queue import Actor, RunQueue, Waker
 from kvferry.endpoint.transfer import RoomReport, Sender
 from kvferry.errors import QueueFullError
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn
 
 NOTHING: Any = None

@@ -24,7 +24,7 @@ from kvferry.errors import ConfigurationError, EndpointClosedError, KVFerryError
 from kvferry.layout import RankCoordinates, RankLayout
 from kvferry.loggers import logger_of
 from kvferry.observe.logs import FailureLog
-from kvferry.observe.observer import Observer, Several
+from kvferry.observe.records import Observer, Several
 from kvferry.observe.settings import ObserveSettings
 from kvferry.observe.status import (
     MOST_ROOMS,

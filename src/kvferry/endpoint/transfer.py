@@ -15,8 +15,7 @@ from kvferry.endpoint.runtime.callers_code import Callbacks, Ready, look_of
 from kvferry.endpoint.runtime.threads import check_may_wait
 from kvferry.errors import KVFerryError, QueueFullError, UsageError
 from kvferry.loggers import logger_of
-from kvferry.observe.observer import Observer
-from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.records import Observer, ReceiverStats, SenderStats, WriteRecord
 from kvferry.plan.requests.chunks import ChunkSequence, HandedIn, Layers
 from kvferry.plan.requests.page_numbers import AnyPages
 from kvferry.protocol.transfer.states import TransferState

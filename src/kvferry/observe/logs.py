@@ -9,8 +9,7 @@ import time
 from datetime import datetime, timezone
 
 from kvferry.loggers import logger_of
-from kvferry.observe.observer import Observer
-from kvferry.observe.records import Outcome, ReceiverStats, SenderStats, outcome_of
+from kvferry.observe.records import Observer, Outcome, ReceiverStats, SenderStats, outcome_of
 
 log = logger_of(__name__)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
@@ -20,59 +20,21 @@ from prometheus_client.registry import Collector
 
 from kvferry import errors
 from kvferry.errors import KVFerryError
-from kvferry.observe.observer import Observer, Retry
-from kvferry.observe.records import Outcome, PlacedRecord, ReceiverStats, SenderStats, WriteRecord, outcome_of
+from kvferry.observe.records import (
+    BusyTime,
+    Observer,
+    Outcome,
+    PlacedRecord,
+    ReceiverStats,
+    Retry,
+    SenderStats,
+    WriteRecord,
+    outcome_of,
+)
 from kvferry.observe.status import EndpointStatus
 from kvferry.plan import TransferPath
 from kvferry.protocol.links.proofs import Proof
 from kvferry.protocol.transfer.states import TransferState
-
-MOST_INTERVALS = 4096
-
-
-class BusyTime:
-    """Adds up the time during which at least one of several things was going on.
-
-    Bytes divided by it never exceed what the wire carries, however many writes overlap: time counts once. Intervals may
-    come in any order. One thread at a time may use it.
-
-    Attributes:
-        begins: of what is remembered.
-        ends: of the same.
-    """
-
-    def __init__(self, most_intervals: int = MOST_INTERVALS) -> None:
-        """Begins with nothing counted.
-
-        Args:
-            most_intervals: that are remembered. Beyond that the older half is forgotten, and a write that began before
-                those has their time counted again: busy too long rather than not long enough.
-        """
-        self._most_intervals = most_intervals
-        # Disjoint, with gaps between them, in the order of time: where each begins, and where it ends.
-        self.begins: list[float] = []
-        self.ends: list[float] = []
-        self._total_s = 0.0
-
-    def add(self, begin: float, end: float) -> float:
-        """Counts the time between two points; returns how much of it was not counted before, in seconds."""
-        begins, ends = self.begins, self.ends
-        first, stop = bisect_left(ends, begin), bisect_right(begins, end)  # those that it touches
-        counted_s = 0.0
-        if first < stop:
-            counted_s = sum(ends[each] - begins[each] for each in range(first, stop))
-            begin, end = min(begin, begins[first]), max(end, ends[stop - 1])
-        begins[first:stop], ends[first:stop] = [begin], [end]
-        if len(begins) > self._most_intervals:
-            del begins[: len(begins) // 2], ends[: len(ends) // 2]
-        new_s = max(0.0, end - begin - counted_s)
-        self._total_s += new_s
-        return new_s
-
-    @property
-    def total_s(self) -> float:
-        """Seconds that were counted so far."""
-        return self._total_s
 
 
 class Distribution:

@@ -1,10 +1,16 @@
-"""What is recorded of a transfer while it runs, and how it ended. Times are seconds of the machine's steady clock."""
+"""What an endpoint reports while it works: its events, and what is recorded of a transfer and of how it ended.
+
+Times are seconds of the machine's steady clock.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from types import MethodType
 
 from kvferry.errors import (
     ChecksumError,
@@ -13,6 +19,7 @@ from kvferry.errors import (
     TransferAbortedError,
     TransferTimeoutError,
 )
+from kvferry.loggers import logger_of
 from kvferry.plan import TransferPath
 
 
@@ -196,14 +203,134 @@ class ReceiverStats:
     absent: frozenset[str] = frozenset()
 
 
-def busy_s(writes: Sequence[WriteRecord]) -> float:
-    """Time during which at least one of the writes was on its way: the union of their intervals.
+MOST_INTERVALS = 4096
 
-    Bytes divided by this never exceed what the wire carries, whatever overlapped.
+
+class BusyTime:
+    """Adds up the time during which at least one of several things was going on.
+
+    Bytes divided by it never exceed what the wire carries, however many writes overlap: time counts once. Intervals may
+    come in any order. One thread at a time may use it.
+
+    Attributes:
+        begins: of what is remembered.
+        ends: of the same.
     """
-    total, reached = 0.0, float("-inf")
-    for write in sorted(writes, key=lambda write: write.posted_at):
-        if write.done_at > reached:
-            total += write.done_at - max(write.posted_at, reached)
-            reached = write.done_at
-    return total
+
+    def __init__(self, most_intervals: int = MOST_INTERVALS) -> None:
+        """Begins with nothing counted.
+
+        Args:
+            most_intervals: that are remembered. Beyond that the older half is forgotten, and a write that began before
+                those has their time counted again: busy too long rather than not long enough.
+        """
+        self._most_intervals = most_intervals
+        # Disjoint, with gaps between them, in the order of time: where each begins, and where it ends.
+        self.begins: list[float] = []
+        self.ends: list[float] = []
+        self._total_s = 0.0
+
+    def add(self, begin: float, end: float) -> float:
+        """Counts the time between two points; returns how much of it was not counted before, in seconds."""
+        begins, ends = self.begins, self.ends
+        first, stop = bisect_left(ends, begin), bisect_right(begins, end)  # those that it touches
+        counted_s = 0.0
+        if first < stop:
+            counted_s = sum(ends[each] - begins[each] for each in range(first, stop))
+            begin, end = min(begin, begins[first]), max(end, ends[stop - 1])
+        begins[first:stop], ends[first:stop] = [begin], [end]
+        if len(begins) > self._most_intervals:
+            del begins[: len(begins) // 2], ends[: len(ends) // 2]
+        new_s = max(0.0, end - begin - counted_s)
+        self._total_s += new_s
+        return new_s
+
+    @property
+    def total_s(self) -> float:
+        """Seconds that were counted so far."""
+        return self._total_s
+
+
+def busy_s(writes: Sequence[WriteRecord]) -> float:
+    """Returns for how long at least one of the writes was on its way, in seconds."""
+    busy = BusyTime()
+    for write in writes:
+        busy.add(write.posted_at, write.done_at)
+    return busy.total_s
+
+
+log = logger_of(__name__)
+
+
+class Retry(Enum):
+    """What is retried."""
+
+    LOOK_UP = "look-up"
+    CONNECT = "connect"
+
+
+class Observer:
+    """Receives an endpoint's events, each on the thread where it happens; returns at once. This one ignores them."""
+
+    def begin_receiving(self, room: int) -> str:
+        """A caller opens a room on a decode rank. Returns the trace context to send with its open request, if any."""
+        return ""
+
+    def begin_sending(self, room: int) -> None:
+        """A caller opens a room on a prefill rank."""
+
+    def requested(self, room: int, trace_context: str) -> None:
+        """A decode rank's open request for a room that is open here, with the trace context that came with it."""
+
+    def submitted(self, seconds: Sequence[float]) -> None:
+        """A caller has handed chunks in, which took so long each. May be called on the caller's thread."""
+
+    def wrote(self, room: int, writes: Sequence[WriteRecord]) -> None:
+        """Writes are complete: all since the last call. Called when the room ends at the latest, and then for each."""
+
+    def write_failed(self, room: int, receiver: str, error: Exception) -> None:
+        """A write failed."""
+
+    def deferred(self, receiver: str) -> None:
+        """A sub-chunk has to wait for staging memory, on this side or the receiver's."""
+
+    def sent(self, room: int, stats: SenderStats, error: Exception | None) -> None:
+        """A room that this rank sends has ended."""
+
+    def received(self, room: int, stats: ReceiverStats, error: Exception | None) -> None:
+        """A room that this rank receives has ended."""
+
+    def refused(self, error: Exception) -> None:
+        """Something was refused: a caller's request, a peer, or a peer's room."""
+
+    def retried(self, what: Retry) -> None:
+        """Something is retried."""
+
+    def peer_lost(self, peer: str, error: Exception) -> None:
+        """A peer is given up."""
+
+
+class Several(Observer):
+    """Passes events on to several observers. One that raises is logged, and neither the others nor transfers suffer.
+
+    Attributes:
+        observers: all of them. Those that ignore an event are not told of it: most do, and writes are many.
+    """
+
+    def __init__(self, *observers: Observer) -> None:
+        self.observers = observers
+        for event, ignores in vars(Observer).items():
+            if not event.startswith("_"):
+                told = [getattr(each, event) for each in observers if getattr(type(each), event) is not ignores]
+                setattr(self, event, partial(_notify, told))
+
+
+def _notify(told: Sequence[MethodType], *arguments: object) -> str:
+    """Tells all; returns what the one says that traces, if any does."""
+    said = ""
+    for each in told:
+        try:
+            said = each(*arguments) or said
+        except BaseException:
+            log.exception("%s met an error; what it shows may be wrong", type(each.__self__).__name__)
+    return said

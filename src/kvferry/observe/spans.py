@@ -15,8 +15,7 @@ from opentelemetry import context, propagate, trace
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode
 
 from kvferry._version import __version__
-from kvferry.observe.observer import Observer
-from kvferry.observe.records import Outcome, ReceiverStats, SenderStats, WriteRecord, outcome_of
+from kvferry.observe.records import Observer, Outcome, ReceiverStats, SenderStats, WriteRecord, outcome_of
 
 _HEADER = "traceparent"
 

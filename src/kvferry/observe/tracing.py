@@ -10,8 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvferry.observe.observer import Observer
-from kvferry.observe.records import ReceiverStats, SenderStats, WriteRecord
+from kvferry.observe.records import Observer, ReceiverStats, SenderStats, WriteRecord
 from kvferry.observe.status import Side
 
 MOST_SPANS = 200_000

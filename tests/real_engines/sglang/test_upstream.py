@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.support.elsewhere import missing, named, patched, sources
 
-from kvferry.applications.doctor.fits import contract
+from kvferry.applications.doctor.deployment import contract
 from kvferry.engines.sglang.deployment import SglangDeployment
 from kvferry.engines.sglang.sender import KVFerrySender
 from kvferry.findings import Severity

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.support.elsewhere import missing, named, patched, sources
 
-from kvferry.applications.doctor.fits import contract
+from kvferry.applications.doctor.deployment import contract
 from kvferry.engines.vllm import KVFerryConnector
 from kvferry.engines.vllm.deployment import VllmDeployment
 from kvferry.findings import Severity

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from kvferry.applications.doctor import deployment, fits, machine
+from kvferry.applications.doctor import deployment, machine
 from kvferry.applications.doctor import run as doctor
 from kvferry.applications.up.engine_options import Engine
 from kvferry.cli.app import app
@@ -274,7 +274,7 @@ def test_the_engines_version_is_held_against_the_contract(
     monkeypatch.setattr("sys.argv", ["fits", f"{__name__}:{check.__name__}"])
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or ModuleType(__name__))
     monkeypatch.setattr(sys.modules[__name__], check.__name__, check, raising=False)
-    fits.main()
+    deployment.main()
     last = capsys.readouterr().out.splitlines()[-1]
     assert [(each["severity"], each["what"]) for each in json.loads(last)] == [
         ({"warning": 1, "error": 2}[severity], what) for severity, what in found
@@ -283,11 +283,11 @@ def test_the_engines_version_is_held_against_the_contract(
 
 @pytest.mark.full
 def test_the_engine_is_looked_at_by_a_process_of_its_own():
-    (good,) = fits.contract("sys:getrecursionlimit", "Engine 1", os.environ)
+    (good,) = deployment.contract("sys:getrecursionlimit", "Engine 1", os.environ)
     assert (good.severity, good.what) == (Severity.GOOD, "Engine 1 has all that the plug-in builds on")
 
 
 def test_an_engine_that_cannot_be_imported_is_wrong():
-    (wrong,) = fits.contract("engine_that_is_not_there:check", "Engine 1", os.environ)
+    (wrong,) = deployment.contract("engine_that_is_not_there:check", "Engine 1", os.environ)
     assert wrong.severity is Severity.ERROR
     assert "No module named 'engine_that_is_not_there'" in wrong.what

@@ -11,8 +11,7 @@ import pytest
 from tests.support.writes import WRITE
 
 from kvferry.endpoint.transfer import REPORT_INTERVAL_S, RoomReport
-from kvferry.observe.observer import Observer
-from kvferry.observe.records import WriteRecord
+from kvferry.observe.records import Observer, WriteRecord
 
 
 class Listener(Observer):

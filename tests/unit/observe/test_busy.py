@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.observe.metrics import BusyTime
+from kvferry.observe.records import BusyTime
 
 Interval = tuple[float, float]
 

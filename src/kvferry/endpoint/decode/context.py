@@ -11,7 +11,7 @@ from kvferry.control.registry import Registry
 from kvferry.endpoint.runtime.callers_code import Callbacks
 from kvferry.endpoint.runtime.platform import Platform
 from kvferry.endpoint.runtime.workers import Settling
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.protocol.wire.field_types import Identity
 from kvferry.settings import Settings
 from kvferry.staging.receiving import ReceivingStaging

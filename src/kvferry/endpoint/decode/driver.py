@@ -23,7 +23,7 @@ from kvferry.endpoint.runtime.threads import SLOW_TURN_S, THREADS_END_S, Loop, R
 from kvferry.errors import KVFerryError, PeerDisconnectedError, PeerError, UnknownMessageError
 from kvferry.loggers import logger_of
 from kvferry.observe.logs import report_silence
-from kvferry.observe.observer import Observer, Retry
+from kvferry.observe.records import Observer, Retry
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.links.link import Link, LinkKey, LinkState
 from kvferry.protocol.time_awake import Lateness

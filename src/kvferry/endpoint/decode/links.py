@@ -30,7 +30,7 @@ from kvferry.errors import (
 )
 from kvferry.layout import RankLayout
 from kvferry.loggers import logger_of
-from kvferry.observe.observer import Retry
+from kvferry.observe.records import Retry
 from kvferry.observe.status import PeerStatus
 from kvferry.plan import Piece
 from kvferry.protocol.links.link import Link, LinkKey, LinkState

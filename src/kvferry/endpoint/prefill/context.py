@@ -12,7 +12,7 @@ from kvferry.endpoint.prefill.admission import Admission
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.paths import SendingStaging
 from kvferry.endpoint.runtime.callers_code import Callbacks
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.protocol.bounded import remember
 from kvferry.protocol.wire import codec, field_types, messages
 from kvferry.protocol.wire.field_types import Identity

@@ -31,7 +31,7 @@ from kvferry.endpoint.runtime.threads import SLOW_TURN_S, THREADS_END_S, Loop, R
 from kvferry.endpoint.runtime.workers import WorkerPool
 from kvferry.errors import RankReplacedError, TransferError
 from kvferry.loggers import logger_of
-from kvferry.observe.observer import Observer
+from kvferry.observe.records import Observer
 from kvferry.observe.status import StagingStatus, ThreadStatus
 from kvferry.protocol.wire import messages
 from kvferry.protocol.wire.field_types import Identity
