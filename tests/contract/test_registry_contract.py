@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.support.etcd import EtcdCluster, require_passwords
 from tests.support.ports import held_port
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.construction import create_registry_client

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from tests.support.clusters import Clusters
+from tests.support.cells import Clusters
 from tests.support.commands import CommandProcess
 
 

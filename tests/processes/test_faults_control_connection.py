@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.support.clusters import Clusters
+from tests.support.cells import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.proxy import ControlProxy

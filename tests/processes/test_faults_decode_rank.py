@@ -15,8 +15,7 @@ import re
 import time
 
 import pytest
-from tests.support.cells import Cell
-from tests.support.clusters import Clusters
+from tests.support.cells import Cell, Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.real_transport import REAL, skip_unless_installed

@@ -16,8 +16,7 @@ import statistics
 import time
 
 import pytest
-from tests.support.cells import Cell
-from tests.support.clusters import Clusters
+from tests.support.cells import Cell, Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import End, Rank
 from tests.support.real_transport import skip_unless_installed

@@ -15,7 +15,7 @@ import re
 import time
 
 import pytest
-from tests.support.clusters import Clusters
+from tests.support.cells import Clusters
 from tests.support.matrix import Role, cells
 from tests.support.processes import Rank
 from tests.support.real_transport import skip_unless_installed

@@ -1,9 +1,13 @@
-"""Web applications of tests' own, served on loopback."""
+"""Servers of tests' own on loopback: web applications, and whatever a test wants answered, HTTP or not."""
 
 from __future__ import annotations
 
+import gzip
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from types import TracebackType
 
 import uvicorn
@@ -42,3 +46,39 @@ class Served:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+@cache
+def nested_gzip() -> bytes:
+    """Returns less than two kilobytes, of 128 MiB. To make them takes a second."""
+    return gzip.compress(gzip.compress(bytes(128 << 20)))
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """A server that gives every connection the same bytes and closes it; yields where it answers."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        thread.join()
+
+
+def http_answer(body: bytes, status: str = "200 OK", headers: str = "") -> bytes:
+    head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(body)}\r\n{headers}\r\n"
+    return head.encode() + body

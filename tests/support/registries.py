@@ -1,4 +1,4 @@
-"""What tests of the registry share: it as a process that can be killed and frozen, and a client that is counted."""
+"""What tests of the registry share: ranks as they register, it as a process that ends, a client that is counted."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from types import TracebackType
+from typing import Any
 
 from kvferry.control.registry import Grant
 from kvferry.control.registry_client import RegistryClient
+from kvferry.layout.parallel import RankCoordinates
 from kvferry.protocol.wire.registrations import RankRegistration
 
 
@@ -83,3 +85,21 @@ class RegistryProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.kill()
+
+
+_IN_ORDER = ("first", "old", "older", "second", "new", "newer")
+"""Starts, the earliest first."""
+
+
+def rank(tp_rank: int = 0, tp_size: int = 2, incarnation: str = "first", **changes: Any) -> RankRegistration:
+    """A rank of the engine "prefill", with whatever is changed of it."""
+    fields = {
+        "engine": "prefill",
+        "incarnation": incarnation,
+        "coordinates": RankCoordinates(tp_rank=tp_rank, tp_size=tp_size),
+        "control_address": f"tcp://127.0.0.1:{40000 + tp_rank}",
+        "layout_digest": "digest",
+        "started_at": float(_IN_ORDER.index(incarnation)) if incarnation in _IN_ORDER else 0.0,
+        "protocol_version": 1,
+    }
+    return RankRegistration(**{**fields, **changes})

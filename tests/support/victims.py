@@ -198,9 +198,6 @@ class Rooms:
     other_decode: Engine
 
     def __init__(self, path: str) -> None:
-        """Args:
-        path: which way bytes go.
-        """
         self.path = path
         self._rooms = itertools.count(1)
         self._small_pages = itertools.count()

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 from rich.console import Console
-from tests.support.http_answers import answering, http_answer, nested_gzip
+from tests.support.http import answering, http_answer, nested_gzip
 
 from kvferry.answers import Answer, request
 from kvferry.applications.top.asking import ask_once, record

@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 from tests.support.caches import Model
 from tests.support.engines import Engines, Requests
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.statuses import WELL
 from tests.support.waiting import eventually
 from typer.testing import CliRunner, Result

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from tests.support.caches import Model, Shape
 from tests.support.engines import DecodeEngine, Engines
 from tests.support.fronts import NAMES, FrontDeployment
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.top.asking import addresses

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import trustme
 from tests.support.etcd import EtcdCluster, fill, require_passwords
-from tests.support.http_answers import answering, http_answer
-from tests.support.registered_ranks import rank
+from tests.support.http import answering, http_answer
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.doctor import configuration, others

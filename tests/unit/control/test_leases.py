@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.tiers import examples
 
 from kvferry.control.leases import Leases

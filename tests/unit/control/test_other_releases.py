@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.statuses import WELL
 
 from kvferry.control.leases import Leases

@@ -19,7 +19,7 @@ import msgspec
 import psutil
 import pytest
 import trustme
-from tests.support.http_answers import http_answer
+from tests.support.http import http_answer
 from tests.support.registries import counted_registrations
 from tests.support.resources import only_descriptors
 from tests.support.waiting import PATIENCE_S, eventually

@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 from starlette.testclient import TestClient
-from tests.support.http_answers import answering, http_answer
+from tests.support.http import answering, http_answer
 from tests.support.ports import held_port
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.answers import Answer

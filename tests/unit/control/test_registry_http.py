@@ -20,12 +20,10 @@ import httpx
 import msgspec
 import pytest
 from starlette.responses import JSONResponse
-from tests.support.http import Served
-from tests.support.http_answers import answering, http_answer, nested_gzip
+from tests.support.http import Served, answering, http_answer, nested_gzip
 from tests.support.ports import held_port
 from tests.support.proxy import ControlProxy
-from tests.support.registered_ranks import rank
-from tests.support.registries import counted_registrations
+from tests.support.registries import counted_registrations, rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry import __version__

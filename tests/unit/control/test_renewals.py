@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 
 from kvferry.control.leases import RENEWALS_PER_S, RETURNS_PER_S, Leases, Pacer
 from kvferry.control.registry import Grant

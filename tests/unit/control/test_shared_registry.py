@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.control.registry import OnChange, Registry

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 from tests.support.caches import Model, Shape, pool
 from tests.support.engines import WAIT_S, Engines, Request, Requests
-from tests.support.metrics import samples
+from tests.support.statuses import samples
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, RankCoordinates, RegistryClient, Settings, TransferState

@@ -13,8 +13,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.support.caches import Model, Shape
 from tests.support.engines import Engines, Requests
-from tests.support.metrics import samples
 from tests.support.ports import free_ports_in_a_row
+from tests.support.statuses import samples
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, TransferState

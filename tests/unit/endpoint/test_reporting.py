@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
-from tests.support.writes import WRITE
+from tests.support.statuses import WRITE
 
 from kvferry.endpoint.transfer import REPORT_INTERVAL_S, RoomReport
 from kvferry.observe.records import Observer, WriteRecord

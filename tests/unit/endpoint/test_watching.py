@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 from tests.support.waiting import PATIENCE_S, eventually
 from tests.unit.testing.models import pool
 

@@ -10,7 +10,7 @@ import pytest
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from tests.support.http import Served
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 
 from kvferry.control.construction import create_registry_client
 from kvferry.control.credentials import Credentials

@@ -6,9 +6,7 @@ import threading
 from dataclasses import replace
 
 import pytest
-from tests.support.metrics import samples
-from tests.support.statuses import WELL
-from tests.support.writes import PART, WRITE
+from tests.support.statuses import PART, WELL, WRITE, samples
 
 from kvferry.observe.metrics import Metrics
 from kvferry.observe.records import ReceiverStats, WriteRecord

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from tests.support.registered_ranks import rank
+from tests.support.registries import rank
 
 from kvferry.errors import IncompatiblePeerError, SettingsError, VersionError
 from kvferry.protocol.wire import codec
