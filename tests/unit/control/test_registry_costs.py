@@ -17,7 +17,7 @@ from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.answers import Answer
 from kvferry.control import registry_app as routes
-from kvferry.control import registry_client
+from kvferry.control import renewals
 from kvferry.control.leases import Leases
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_messages import LONGEST_RETRY_S
@@ -153,7 +153,7 @@ class TestReturning:
     def test_a_registry_that_restarts_is_noticed_long_before_the_next_renewal(
         self, server: RegistryServer, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(registry_client, "_LOOK_S", 0.02)
+        monkeypatch.setattr(renewals, "_LOOK_S", 0.02)
         port = int(server.url.rpartition(":")[2])
         with RegistryClient(server.url) as client, LeaseKeeper(client, rank(0), nobody) as keeper:
             assert keeper.registered.wait(PATIENCE_S)
@@ -164,7 +164,7 @@ class TestReturning:
             assert time.monotonic() - begun_at < 60.0 / 3, "it waited until its renewal was due"
 
     def test_one_that_is_there_is_asked_no_sooner(self, server: RegistryServer, monkeypatch: pytest.MonkeyPatch):
-        monkeypatch.setattr(registry_client, "_LOOK_S", 0.01)
+        monkeypatch.setattr(renewals, "_LOOK_S", 0.01)
         with Watched(server.url) as client, LeaseKeeper(client, rank(0), nobody) as keeper:
             assert keeper.registered.wait(PATIENCE_S)
             time.sleep(0.3)
