@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from kvferry.control.credentials import Credentials, ServerCertificate
 from kvferry.control.etcd.address import EtcdSettings, is_etcd
-from kvferry.control.etcd.registry import EtcdRegistry
 from kvferry.control.registry import Registry
 from kvferry.control.registry_client import RegistryClient
 from kvferry.control.registry_server import RegistryServer
@@ -47,6 +46,8 @@ def create_registry_client(settings: Settings, url: str | None = None) -> Regist
     """
     address = url or settings.registry_address
     if is_etcd(address):
+        from kvferry.control.etcd.registry import EtcdRegistry  # which few deployments need
+
         own, trusted = settings.of(EtcdSettings), settings.registry_tls_ca
         return EtcdRegistry(address, settings.registry_lease_s, own=own, trusted=trusted)
     credentials = credentials_of(settings)

@@ -17,12 +17,10 @@ from kvferry.applications.demo.options import DemoOptions, EngineShape, Request
 from kvferry.applications.demo.ranks import (
     DECODE_POISON,
     PREFILL_POISON,
+    Answered,
     Computed,
-    Decoded,
     Ended,
-    Received,
-    Sent,
-    Undivided,
+    Moved,
     pages_of_chunk,
     rank_pool,
 )
@@ -116,20 +114,20 @@ def run_without_processes(options: DemoOptions) -> Outcome:
         for coordinates in shape.coordinates:
             pool = make_pool(options, shape, coordinates.engine_rank, poison)
             placed = pool.pages_for(TOKENS, whole_windows=name == "prefill")
-            report: Sent | Received
+            report: Moved
             if name == "prefill":
                 pool.fill(Computed(caches, 0), placed, tokens=TOKENS)
-                report = Sent(ROOM, placed, SenderStats(0.0, 1.0, 3.0, (write,)))
+                report = Moved(ROOM, placed, SenderStats(0.0, 1.0, 3.0, (write,)))
             else:
                 for shard, index, where, positions in places(pool.layout, placed, TOKENS, 0):
                     layer = shard.box[0].start + index
                     pool.elements(shard, index)[where] = Computed(caches, 0).of(shard, layer, positions)
-                report = Received(ROOM, placed, ReceiverStats(0.0, 2.0, 4.0, 1))
+                report = Moved(ROOM, placed, ReceiverStats(0.0, 2.0, 4.0, 1))
             ended = Ended(pool.touched_bytes(pool.untaken(), poison), pool)
             made.reports[RankName(name, 0, coordinates)] = [report, ended]
     first = RankName("decode", 0, options.decode.coordinates[0])
-    made.reports[first].append(Decoded(ROOM, [1, 2]))
-    made.reports[RankName("undivided")] = [Undivided(ROOM, [1, 2]), Ended()]
+    made.reports[first].append(Answered(ROOM, [1, 2]))
+    made.reports[RankName("undivided")] = [Answered(ROOM, [1, 2]), Ended()]
     return made
 
 
@@ -161,7 +159,7 @@ def test_what_arrived_as_it_was_sent_holds(options: DemoOptions, outcome: Outcom
 
 
 def test_a_rank_that_sent_nothing_has_no_part_in_the_time(options: DemoOptions, outcome: Outcome):
-    name, sent = next((name, sent) for name, sent in outcome.of(Sent, "prefill") if not name.coordinates.is_aux_writer)
+    name, sent = next((name, sent) for name, sent in outcome.of(Moved, "prefill") if not name.coordinates.is_aux_writer)
     late = replace(sent, stats=SenderStats(0.0, 9.0, 9.5, ()))
     outcome.reports[name] = [late if report is sent else report for report in outcome.reports[name]]
     assert judge(options, outcome).transfer_ms == (3000.0,)
@@ -170,7 +168,7 @@ def test_a_rank_that_sent_nothing_has_no_part_in_the_time(options: DemoOptions, 
 # Decode ranks 0 and 1 hold layers 0 and 1, ranks 2 and 3 layer 2.
 @pytest.mark.parametrize(("rank", "name"), [(0, "k"), (1, "v"), (0, "state"), (1, "conv_q"), (0, "conv_v"), (2, "w_v")])
 def test_one_wrong_byte_is_found(options: DemoOptions, outcome: Outcome, rank: int, name: str):
-    with changing(outcome, "decode", Received, name, rank) as entries:
+    with changing(outcome, "decode", Moved, name, rank) as entries:
         first = 6 if name == "w_v" else 0  # pages of 6 tokens, of which the first has left the window
         entries[TOKENS - 1 - first if name in ("k", "v", "w_v") else 0].reshape(-1)[7] ^= 1
     verdict = judge(options, outcome)
@@ -179,29 +177,29 @@ def test_one_wrong_byte_is_found(options: DemoOptions, outcome: Outcome, rank: i
 
 
 def test_two_tokens_in_each_others_place_are_found(options: DemoOptions, outcome: Outcome):
-    with changing(outcome, "decode", Received, "k") as entries:
+    with changing(outcome, "decode", Moved, "k") as entries:
         entries[[1, 0]] = entries[[0, 1]]
     assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_a_window_that_starts_one_token_off_is_found(options: DemoOptions, outcome: Outcome):
     for name in ("w_k", "w_v"):
-        with changing(outcome, "decode", Received, name, 2) as entries:
+        with changing(outcome, "decode", Moved, name, 2) as entries:
             entries[:] = np.roll(entries, 1, axis=0)
     assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_channels_in_each_others_place_are_found(options: DemoOptions, outcome: Outcome):
     with (
-        changing(outcome, "decode", Received, "conv_q") as queries,
-        changing(outcome, "decode", Received, "conv_v") as values,
+        changing(outcome, "decode", Moved, "conv_q") as queries,
+        changing(outcome, "decode", Moved, "conv_v") as values,
     ):
         queries.reshape(-1)[:] = values.reshape(-1)[: queries.size]
     assert judge(options, outcome).bytes_mismatched > 0
 
 
 def test_a_part_that_never_arrived_is_found(options: DemoOptions, outcome: Outcome):
-    with changing(outcome, "decode", Received, "state") as entries:
+    with changing(outcome, "decode", Moved, "state") as entries:
         sent = np.count_nonzero(entries != DECODE_POISON)
         entries[:] = DECODE_POISON
     assert judge(options, outcome).bytes_mismatched == sent
@@ -209,22 +207,22 @@ def test_a_part_that_never_arrived_is_found(options: DemoOptions, outcome: Outco
 
 def test_bytes_around_the_tokens_may_be_the_senders_or_untouched(options: DemoOptions, outcome: Outcome):
     """Pages of 6 tokens end after token 11, and the window's begin with token 6, of which it needs none."""
-    with changing(outcome, "decode", Received, "k") as entries:
+    with changing(outcome, "decode", Moved, "k") as entries:
         entries[10:] = PREFILL_POISON
     assert judge(options, outcome).holds
-    with changing(outcome, "decode", Received, "k") as entries:
+    with changing(outcome, "decode", Moved, "k") as entries:
         entries[10, 0, 0] = 1
     assert judge(options, outcome).bytes_mismatched == 1
-    with changing(outcome, "decode", Received, "k") as entries:
+    with changing(outcome, "decode", Moved, "k") as entries:
         entries[10:] = PREFILL_POISON
-    assert {each.pages["window-3"].start for _, each in outcome.of(Received, "decode")} == {1}
-    with changing(outcome, "decode", Received, "w_k", 2) as entries:
+    assert {each.pages["window-3"].start for _, each in outcome.of(Moved, "decode")} == {1}
+    with changing(outcome, "decode", Moved, "w_k", 2) as entries:
         entries[0, 0, 0] ^= 0xFF
     assert judge(options, outcome).bytes_mismatched == 1
 
 
 def test_what_was_sent_differs_from_what_arrived(options: DemoOptions, outcome: Outcome):
-    with changing(outcome, "prefill", Sent, "k") as entries:
+    with changing(outcome, "prefill", Moved, "k") as entries:
         entries.reshape(-1)[0] ^= 1
     assert judge(options, outcome).bytes_mismatched == 1
 
@@ -235,7 +233,7 @@ def test_prefill_ranks_that_disagree_are_found(options: DemoOptions, rank: int):
     options = replace(options, prefill=replace(PREFILL, tp_size=8))
     outcome = run_without_processes(options)
     assert judge(options, outcome).holds
-    with changing(outcome, "prefill", Sent, "state", rank) as entries:
+    with changing(outcome, "prefill", Moved, "state", rank) as entries:
         entries.reshape(-1)[0] ^= 1
     assert not judge(options, outcome).holds
 
@@ -247,14 +245,14 @@ def test_a_byte_written_where_nobody_may_is_found(options: DemoOptions, outcome:
 
 
 def test_a_wrong_token_is_found(options: DemoOptions, outcome: Outcome):
-    verdict = judge(options, changed(outcome, "decode", Decoded, token_ids=[1, 3]))
+    verdict = judge(options, changed(outcome, "decode", Answered, token_ids=[1, 3]))
     assert not verdict.tokens_match
     assert not verdict.holds
 
 
 def test_a_missing_answer_is_found(options: DemoOptions, outcome: Outcome):
-    name, _ = outcome.of(Decoded, "decode")[0]
-    outcome.reports[name] = [report for report in outcome.reports[name] if not isinstance(report, Decoded)]
+    name, _ = outcome.of(Answered, "decode")[0]
+    outcome.reports[name] = [report for report in outcome.reports[name] if not isinstance(report, Answered)]
     assert not judge(options, outcome).tokens_match
 
 

@@ -39,34 +39,17 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Sent:
-    """A prefill rank has sent a request, which lies in these pages of its pools."""
+class Moved:
+    """A prefill rank has sent a request, or a decode rank received it, in these pages of its pools."""
 
     room: int
     pages: dict[str, TakenPages]
-    stats: SenderStats
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Received:
-    """A decode rank has received a request in these pages of its pools."""
-
-    room: int
-    pages: dict[str, TakenPages]
-    stats: ReceiverStats
+    stats: SenderStats | ReceiverStats
 
 
 @dataclass(frozen=True, slots=True)
-class Decoded:
-    """A decode engine has decoded a request from what arrived."""
-
-    room: int
-    token_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class Undivided:
-    """The undivided model's answer to a request."""
+class Answered:
+    """A decode engine has decoded a request from what arrived, or the undivided model has answered it."""
 
     room: int
     token_ids: list[int]
@@ -88,7 +71,7 @@ class Crashed:
     details: str
 
 
-Report: TypeAlias = Ready | Sent | Received | Decoded | Undivided | Ended | Crashed
+Report: TypeAlias = Ready | Moved | Answered | Ended | Crashed
 
 
 def guarded(main: Callable[..., None], reports: Connection, *arguments: Any) -> None:
@@ -110,7 +93,7 @@ def undivided_main(reports: Connection, options: DemoOptions) -> None:
     model = load_model(options.model)
     for request in options.requests:
         tokens = model.generate_undivided(request.token_ids, options.chunk_tokens, options.max_new_tokens)
-        reports.send(Undivided(request.room, tokens))
+        reports.send(Answered(request.room, tokens))
     reports.send(Ended())
 
 
@@ -143,7 +126,7 @@ def prefill_main(
                 sender.submit(pages, last=is_last, aux=aux)
         for request, sender in senders:
             sender.wait(_TIMEOUT_S)
-            reports.send(Sent(request.room, placed_of[request.room], sender.stats))
+            reports.send(Moved(request.room, placed_of[request.room], sender.stats))
         reports.send(Ended(pool.touched_bytes(pool.untaken(), PREFILL_POISON), pool))
         reports.recv()  # the peer channel stays until everybody is through
 
@@ -208,7 +191,7 @@ def decode_main(
             placed, receiver = rooms[request.room]
             receiver.wait(_TIMEOUT_S)
             open_next()
-            reports.send(Received(request.room, placed, receiver.stats))
+            reports.send(Moved(request.room, placed, receiver.stats))
         shards.put((pool, {room: (placed, receiver.aux) for room, (placed, receiver) in rooms.items()}))
         damaged_bytes = pool.touched_bytes(pool.untaken(), DECODE_POISON)
         if model is not None:
@@ -219,7 +202,7 @@ def decode_main(
                     first_token=first_token,
                     max_new_tokens=options.max_new_tokens,
                 )
-                reports.send(Decoded(request.room, tokens))
+                reports.send(Answered(request.room, tokens))
         reports.send(Ended(damaged_bytes, pool))
         reports.recv()  # prefill ranks that had nothing to send to this one may not be through
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvferry.applications.demo.options import DemoOptions, EngineShape
-from kvferry.applications.demo.ranks import Decoded, Ready, Received, Report, Sent, Undivided
+from kvferry.applications.demo.ranks import Answered, Moved, Ready, Report
 from kvferry.applications.demo.run import RankName
 from kvferry.applications.demo.verdict import Verdict
 
@@ -29,17 +29,19 @@ def progress_view(options: DemoOptions, console: Console) -> Iterator[Callable[[
     prefill_ranks, decode_ranks = len(options.prefill.coordinates), len(options.decode.coordinates)
     processes = prefill_ranks * options.prefill.count + decode_ranks * options.decode.count
     with Progress(*columns, console=console) as progress:
+        ready = progress.add_task("ranks ready", total=processes)
         bars = {
-            Ready: progress.add_task("ranks ready", total=processes),
-            Sent: progress.add_task("shards sent", total=requests * prefill_ranks),
-            Received: progress.add_task("shards received", total=requests * decode_ranks),
-            Decoded: progress.add_task("requests decoded", total=requests),
-            Undivided: progress.add_task("answers of the undivided model", total=requests),
+            ("prefill", Ready): ready,
+            ("decode", Ready): ready,
+            ("prefill", Moved): progress.add_task("shards sent", total=requests * prefill_ranks),
+            ("decode", Moved): progress.add_task("shards received", total=requests * decode_ranks),
+            ("decode", Answered): progress.add_task("requests decoded", total=requests),
+            ("undivided", Answered): progress.add_task("answers of the undivided model", total=requests),
         }
 
-        def take(_: RankName, report: Report) -> None:
-            if type(report) in bars:
-                progress.advance(bars[type(report)])
+        def take(name: RankName, report: Report) -> None:
+            if (name.side, type(report)) in bars:
+                progress.advance(bars[name.side, type(report)])
 
         yield take
 

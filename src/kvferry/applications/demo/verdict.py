@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvferry.applications.demo.options import DemoOptions
-from kvferry.applications.demo.ranks import DECODE_POISON, Decoded, Ended, Received, Sent, Undivided
+from kvferry.applications.demo.ranks import DECODE_POISON, Answered, Ended, Moved
 from kvferry.applications.demo.run import Outcome, RankName
 from kvferry.layout import RankLayout
 from kvferry.observe.records import busy_s
@@ -63,15 +63,15 @@ def judge(options: DemoOptions, outcome: Outcome) -> Verdict:
     for request in options.requests:
         page_tokens, num_tokens = options.prefill.page_tokens, len(request.token_ids)
         sent = CopiedContents(-(-num_tokens // page_tokens) * page_tokens)
-        for name, report in _of_room(outcome, Sent, "prefill", request.prefill_engine, request.room):
+        for name, report in _of_room(outcome, "prefill", request.prefill_engine, request.room):
             mismatched += _add(sent, outcome.pool(name), report.pages)
-        for name, report in _of_room(outcome, Received, "decode", request.decode_engine, request.room):
+        for name, report in _of_room(outcome, "decode", request.decode_engine, request.room):
             found = _compare(outcome.pool(name), report.pages, sent, num_tokens)
             checked, mismatched = checked + found[0], mismatched + found[1]
     mismatched += sum(ended.damaged_bytes for side in ("prefill", "decode") for _, ended in outcome.of(Ended, side))
-    answers = {decoded.room: decoded.token_ids for _, decoded in outcome.of(Decoded, "decode")}
-    undivided = {answer.room: answer.token_ids for _, answer in outcome.of(Undivided, "undivided")}
-    writes = [write for _, report in outcome.of(Sent, "prefill") for write in report.stats.writes]
+    answers = {decoded.room: decoded.token_ids for _, decoded in outcome.of(Answered, "decode")}
+    undivided = {answer.room: answer.token_ids for _, answer in outcome.of(Answered, "undivided")}
+    writes = [write for _, report in outcome.of(Moved, "prefill") for write in report.stats.writes]
     total_bytes = sum(write.total_bytes for write in writes)
     return Verdict(
         tokens_match=answers == undivided and len(answers) == len(options.requests),
@@ -86,9 +86,9 @@ def judge(options: DemoOptions, outcome: Outcome) -> Verdict:
     )
 
 
-def _of_room(outcome: Outcome, kind: type, side: str, engine: int, room: int) -> list[tuple[RankName, Any]]:
+def _of_room(outcome: Outcome, side: str, engine: int, room: int) -> list[tuple[RankName, Any]]:
     """What every rank of an engine reported of a room."""
-    return [(name, each) for name, each in outcome.of(kind, side) if name.engine == engine and each.room == room]
+    return [(name, each) for name, each in outcome.of(Moved, side) if name.engine == engine and each.room == room]
 
 
 def _add(sent: CopiedContents, pool: Pool, pages: AnyPages) -> int:
@@ -131,10 +131,10 @@ def _transfer_ms(outcome: Outcome, room: int) -> float:
     # Of the ranks that sent something: one that was elected for nothing may come to the request after it has arrived.
     submitted = [
         report.stats.last_submitted_at
-        for name, report in outcome.of(Sent, "prefill")
+        for name, report in outcome.of(Moved, "prefill")
         if report.room == room and (report.stats.writes or name.coordinates.is_aux_writer)
     ]
-    ended = [r.stats.ended_at for _, r in outcome.of(Received, "decode") if r.room == room]
+    ended = [r.stats.ended_at for _, r in outcome.of(Moved, "decode") if r.room == room]
     # Steady clocks of processes on one machine agree.
     return float(1e3 * (max(ended) - max(submitted)))
 

@@ -46,12 +46,12 @@ class Streamed:
     """An answer that comes as it is generated.
 
     Attributes:
-        pieces: bytes of server-sent events, cut anywhere.
+        events: server-sent, without the empty line behind each; the last may lack it.
         exits: closes the connection to the server.
         is_success: True; a stream that fails at its beginning is none.
     """
 
-    pieces: AsyncIterator[bytes]
+    events: AsyncIterator[bytes]
     exits: contextlib.AsyncExitStack
     is_success: bool = True
 
@@ -65,8 +65,8 @@ class Streamed:
 
     async def _passed_on(self) -> AsyncGenerator[bytes, None]:
         async with self.exits:
-            async for piece in self.pieces:
-                yield piece
+            async for event in self.events:
+                yield event + b"\n\n"
 
 
 Answer: TypeAlias = Whole | Streamed
@@ -136,7 +136,7 @@ async def _merged_events(streams: Sequence[Streamed], ending: set[asyncio.Task[N
     async def read(index: int) -> None:
         try:
             async with streams[index].exits:
-                async for event in _events(streams[index].pieces):
+                async for event in streams[index].events:
                     events.put_nowait((index, event))
         finally:
             events.put_nowait((index, None))
@@ -178,14 +178,16 @@ async def _merged_events(streams: Sequence[Streamed], ending: set[asyncio.Task[N
             task.cancel()
 
 
-async def _events(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Yields whole events, without the empty line behind each."""
+async def events_of(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yields whole events of an answer that is cut anywhere, without the empty line behind each; last, what is left."""
     begun = b""
     async for piece in pieces:
         begun = (begun + piece).replace(b"\r\n", b"\n")
         *whole, begun = begun.split(b"\n\n")
         for event in whole:
             yield event
+    if begun:
+        yield begun
 
 
 def _event(said: Mapping[str, Any]) -> bytes:

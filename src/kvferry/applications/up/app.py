@@ -33,7 +33,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvferry.applications.top.asking import addresses
-from kvferry.applications.up.answers import Answer, Streamed, Whole, one_of
+from kvferry.applications.up.answers import Answer, Streamed, Whole, events_of, one_of
 from kvferry.applications.up.dialects import DIALECTS, Dialect
 from kvferry.applications.up.servers import DrainWatch, Pool, Server, TryAnotherError, any_drains, registered
 from kvferry.control.construction import create_registry_client
@@ -284,15 +284,15 @@ class Front:
                 content = await answer.aread()
                 await exits.aclose()
                 return _whole(answer, content)
-            pieces = answer.aiter_bytes()
-            begun = await _first_event(pieces, server)
+            events = events_of(answer.aiter_bytes())
+            begun = await _first_events(events, server)
         except httpx.HTTPError as error:
             await exits.aclose()
             raise TryAnotherError(server, f"{type(error).__name__} {error}", is_lost=True) from error
         except BaseException:
             await exits.aclose()
             raise
-        return Streamed(_until_lost(begun, pieces), exits)
+        return Streamed(_until_lost(begun, events), exits)
 
 
 def _shown(server: Server) -> dict[str, Any]:
@@ -308,16 +308,17 @@ def _whole(answer: httpx.Response, content: bytes) -> Whole:
     return Whole(content, answer.status_code, answer.headers.get("content-type"))
 
 
-async def _until_lost(begun: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def _until_lost(begun: Sequence[bytes], events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Yields what a decode server says, and last, if it does not come to its end, an event that says so."""
-    yield begun
+    for event in begun:
+        yield event
     try:
-        async for piece in pieces:
-            yield piece
+        async for event in events:
+            yield event
     except httpx.HTTPError as error:
         # Tokens have gone out: the client alone can decide whether to ask again.
         problem = {"error": {"message": f"the decode server was lost: {error}", "code": 502}}
-        yield f"data: {json.dumps(problem)}\n\n".encode()
+        yield f"data: {json.dumps(problem)}".encode()
 
 
 async def _give_up(asking: Sequence[asyncio.Task[Answer]]) -> None:
@@ -335,23 +336,22 @@ async def _client_left(request: Request) -> None:
         pass
 
 
-async def _first_event(pieces: AsyncIterator[bytes], server: Server) -> bytes:
-    """What comes up to the end of the first event that says anything.
+async def _first_events(events: AsyncIterator[bytes], server: Server) -> list[bytes]:
+    """The events up to the first that says anything.
 
     Raises:
         TryAnotherError: if it says that the request failed, or nothing comes.
     """
-    begun = b""
-    async for piece in pieces:
-        begun += piece
-        for line in begun.replace(b"\r\n", b"\n").split(b"\n\n")[:-1]:
-            if not line.startswith(b"data:"):
-                continue
-            with contextlib.suppress(ValueError):
-                event = json.loads(line.removeprefix(b"data:"))
-                if "error" in event or any(each.get("finish_reason") == "error" for each in event.get("choices", ())):
-                    raise TryAnotherError(server, line.decode(errors="replace")[:200])
-                return begun
+    begun = []
+    async for event in events:
+        begun.append(event)
+        if not event.startswith(b"data:"):
+            continue
+        with contextlib.suppress(ValueError):
+            said = json.loads(event.removeprefix(b"data:"))
+            if "error" in said or any(each.get("finish_reason") == "error" for each in said.get("choices", ())):
+                raise TryAnotherError(server, event.decode(errors="replace")[:200])
+            return begun
     raise TryAnotherError(server, "the stream ended before the first token")
 
 
