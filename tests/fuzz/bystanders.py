@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-from types import TracebackType
 from typing import Any
 
 from tests.support.caches import Model, Shape
@@ -117,9 +116,7 @@ class Bystanders:
     def __enter__(self) -> Bystanders:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.engines.__exit__(None, None, None)
         self.client.close()
         self.registry.close(WAIT_S)

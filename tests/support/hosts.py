@@ -32,7 +32,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
-from types import TracebackType
 from typing import TypeAlias
 
 import pytest
@@ -287,9 +286,7 @@ class Network:
     def __enter__(self) -> Network:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # ---- the thread -----------------------------------------------------------------------------------------------

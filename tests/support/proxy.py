@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import Any
 
 _PIECE_BYTES = 1 << 16
@@ -63,9 +62,7 @@ class ControlProxy:
     def __enter__(self) -> ControlProxy:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def cut(self, name: str | None = None) -> None:

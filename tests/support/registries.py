@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any
 
 from kvferry.control.registry import Grant
@@ -81,9 +80,7 @@ class RegistryProcess:
     def __enter__(self) -> RegistryProcess:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
 
 
