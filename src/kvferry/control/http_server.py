@@ -187,7 +187,7 @@ class HttpServer(ABC):
         if self._is_used:
             raise UsageError(f"{self.title} was started or closed before: make a new {type(self).__name__}")
         # The port is taken here, so that a failure is raised in the caller's thread.
-        listener = self._listen()
+        listener = self.listen(self._port)
         try:
             host, port = listener.getsockname()[:2]
             app = self.app() if self._token is None else _ClosesAfterStrangers(self.app(), self._token)
@@ -204,9 +204,13 @@ class HttpServer(ABC):
         self._is_used = True
         return server, listener
 
-    def _listen(self) -> Listener:
-        """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port."""
-        host, port = self._host, self._port
+    def listen(self, port: int) -> Listener:
+        """Opens a listening socket. Binding is not enough: until one of them listens, two servers can share a port.
+
+        Raises:
+            SettingsError: if the address cannot be listened on, saying why.
+        """
+        host = self._host
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             family, _, _, _, address = found[0]

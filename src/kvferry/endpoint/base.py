@@ -92,7 +92,7 @@ class EndpointTelemetry:
         if own.observe_port is not None:
             # Imported late: processes without metrics need not load a metrics server.
             from kvferry.observe.metrics import Metrics
-            from kvferry.observe.server import serve
+            from kvferry.observe.server import ObserveServer
 
             is_mapped = settings.forced_path is TransferPath.MAPPED
             metrics = Metrics(status, into_pages=TransferPath.MAPPED if is_mapped else TransferPath.DIRECT)
@@ -101,7 +101,7 @@ class EndpointTelemetry:
             port = own.observe_port + rank if own.observe_port else 0
             credentials = credentials_of(settings)
             token = None if credentials is None else credentials.observe_token
-            self._serve = partial(serve, own.observe_host, port, metrics, recorder, status, drain, token)
+            self._serve = partial(ObserveServer, own.observe_host, port, metrics, recorder, status, drain, token)
         self.observer: Observer = Several(*observers)
 
     def start(self) -> None:
@@ -113,6 +113,7 @@ class EndpointTelemetry:
         """
         if self._serve is not None:
             self._server = self._serve()
+            self._server.start()
             self.url = self._server.url
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from kvferry.control.credentials import bears
+from kvferry.control.http_clients import Listener
 from kvferry.control.http_server import HttpServer
 from kvferry.errors import ObserveError, SettingsError
 from kvferry.hosts import is_loopback
@@ -31,6 +32,7 @@ TEXT = "text/plain; version=0.0.4; charset=utf-8"
 class ObserveServer(HttpServer):
     """Serves `/metrics`, `/status`, `/health`, `/trace?seconds=5`, `/livez` and `/readyz`, and takes `POST /drain`.
 
+    It takes the first port that is free, from the given one on.
     All but the last only read. Whoever drains needs the token; without one only this machine may.
     """
 
@@ -69,6 +71,17 @@ class ObserveServer(HttpServer):
         self._recorder = recorder
         self._status = status
         self._drain = drain
+
+    def listen(self, port: int) -> Listener:
+        """Opens a listening socket on the first port that is free, from the given one on; 0 takes any free one."""
+        last = min(port + PORTS, 65536) - 1 if port else port
+        for each in range(port, last):
+            try:
+                return super().listen(each)
+            except SettingsError as error:
+                if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                    raise
+        return super().listen(last)
 
     def app(self) -> ASGIApp:
         """Returns the routes."""
@@ -148,32 +161,3 @@ def _probed(problem: str) -> Response:
     from starlette.responses import Response
 
     return Response(f"{problem or 'ok'}\n", 503 if problem else 200)
-
-
-def serve(
-    host: str,
-    port: int,
-    metrics: Metrics,
-    recorder: Recorder,
-    status: Callable[[], EndpointStatus],
-    drain: Callable[[], None],
-    token: str | None,
-) -> ObserveServer:
-    """Serves on the first port that is free, from the given one on; 0 takes any free one. Arguments as above.
-
-    Raises:
-        SettingsError: if there is none, or the host is not this machine's.
-        ObserveError: if the server does not come up.
-    """
-    last = min(port + PORTS, 65536) - 1 if port else port
-    for each in range(port, last + 1):
-        server = ObserveServer(host, each, metrics, recorder, status, drain, token)
-        try:
-            server.start()
-        except SettingsError as error:
-            is_taken = isinstance(error.__cause__, OSError) and error.__cause__.errno == errno.EADDRINUSE
-            if not is_taken or each == last:
-                raise
-        else:
-            return server
-    raise AssertionError("there is a last port")

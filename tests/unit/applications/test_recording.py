@@ -14,7 +14,7 @@ from tests.support.statuses import WELL
 
 from kvferry.applications.top.asking import record
 from kvferry.observe.metrics import Metrics
-from kvferry.observe.server import serve
+from kvferry.observe.server import ObserveServer
 from kvferry.observe.tracing import Recorder, Span
 
 
@@ -38,11 +38,8 @@ def said(tmp_path: Path) -> Callable[[str], str]:
 
 
 def test_a_refusal_is_told_with_its_reason(said: Callable[[str], str]):
-    server = serve("127.0.0.1", 0, Metrics(lambda: WELL), Busy(), lambda: WELL, lambda: None, None)
-    try:
+    with ObserveServer("127.0.0.1", 0, Metrics(lambda: WELL), Busy(), lambda: WELL, lambda: None, None) as server:
         assert "refuses: somebody else records: try again when that is over (409)" in said(server.url)
-    finally:
-        server.close()
 
 
 def test_what_a_stranger_says_is_cut_short_and_not_taken_for_markup(said: Callable[[str], str]):

@@ -46,20 +46,28 @@ _LINE = 120
 Numbers: TypeAlias = NDArray[np.int64]
 
 
-class PrefillRank(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank that sends.
+class _Rank(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of either side.
 
     Attributes:
         coordinates: where it stands in its engine.
-        layout: what it holds, as in `Welcome`.
+        layout: what it holds, as in `Welcome` and `Attach`.
         regions: the memory of its shards, in ascending order: each base address with all that its steps reach, those
             that overlap as one.
-        pages: page numbers of the request by group, from the request's first token on that the rank holds.
     """
 
     coordinates: RankCoordinates
     layout: RankLayout
     regions: tuple[Region, ...]
+
+
+class PrefillRank(_Rank, frozen=True, kw_only=True):
+    """A rank that sends.
+
+    Attributes:
+        pages: page numbers of the request by group, from the request's first token on that the rank holds.
+    """
+
     pages: dict[Name, tuple[WireIndex, ...]]
 
 
@@ -83,19 +91,13 @@ class Requested(msgspec.Struct, frozen=True):
     pages: tuple[WireIndex, ...]
 
 
-class DecodeRank(msgspec.Struct, frozen=True, kw_only=True):
+class DecodeRank(_Rank, frozen=True, kw_only=True):
     """A rank that receives.
 
     Attributes:
-        coordinates: where it stands in its engine.
-        layout: what it holds, as in `Attach`.
-        regions: the memory of its shards, as of a `PrefillRank`.
         groups: what it requests.
     """
 
-    coordinates: RankCoordinates
-    layout: RankLayout
-    regions: tuple[Region, ...]
     groups: tuple[Requested, ...]
 
 
