@@ -251,7 +251,7 @@ def up(
     asks a prefill and a decode server at once, and tries another pair when one fails. Processes that die are started
     again. For one machine; for a cluster, the same plug-ins work under a gateway (docs/vllm.md, docs/sglang.md).
     """
-    from kvferry.applications.up.run import run
+    from kvferry.applications.up.supervision import run
 
     run(request, logs=logs, timeout_s=timeout_s)
 

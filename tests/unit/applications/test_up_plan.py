@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvferry.applications.up import run
+from kvferry.applications.up import supervision
 from kvferry.applications.up.app import clients, ranks_of, servers
 from kvferry.applications.up.engine_options import DeploymentRequest
 from kvferry.applications.up.plan import Program, ports_needed, programs
-from kvferry.applications.up.run import check_installed, router_is_front
-from kvferry.applications.up.supervision import configuration
+from kvferry.applications.up.supervision import check_installed, configuration, router_is_front
 from kvferry.cli.app import app
 from kvferry.engines.sglang.plugin import NAME
 from kvferry.errors import ConfigurationError
@@ -246,7 +245,7 @@ def test_names_are_taken_in_upper_case_too(model: Path):
 
 
 def test_an_engine_that_is_not_installed_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    monkeypatch.setattr(supervision, "find_spec", lambda _: None)
     for engine, name in (("vllm", "vLLM"), ("sglang", "SGLang")):
         with pytest.raises(ConfigurationError, match=rf"^--engine {engine}: {name} is not installed .* docs/{engine}"):
             check_installed(DeploymentRequest(model=model, engine=engine))
@@ -255,14 +254,14 @@ def test_an_engine_that_is_not_installed_is_said(model: Path, monkeypatch: pytes
 def test_a_plug_in_that_sglang_would_not_load_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
     """SGLang would start without it, and refuse the backend's name as one that it does not know."""
     request = DeploymentRequest(model=model, engine="sglang")
-    monkeypatch.setattr(run, "find_spec", lambda _: object())
+    monkeypatch.setattr(supervision, "find_spec", lambda _: object())
     check_installed(request)
     monkeypatch.setenv("SGLANG_PLUGINS", "another, kvferry")
     check_installed(request)
     monkeypatch.setenv("SGLANG_PLUGINS", "another")
     with pytest.raises(ConfigurationError, match=r"SGLANG_PLUGINS is 'another'.* add kvferry to it, or unset it"):
         check_installed(request)
-    monkeypatch.setattr(run, "entry_points", lambda group: ())
+    monkeypatch.setattr(supervision, "entry_points", lambda group: ())
     with pytest.raises(ConfigurationError, match=r"not installed here; install it as docs/sglang\.md says"):
         check_installed(request)
     check_installed(DeploymentRequest(model=model))  # vLLM is told our module's name
@@ -281,12 +280,12 @@ def test_a_plug_in_that_sglang_would_not_load_is_said(model: Path, monkeypatch: 
 def test_the_router_is_the_front_where_it_is_installed(
     model: Path, monkeypatch: pytest.MonkeyPatch, engine: str, front: str, is_there: bool, takes_router: bool
 ):
-    monkeypatch.setattr(run, "find_spec", lambda _: object() if is_there else None)
+    monkeypatch.setattr(supervision, "find_spec", lambda _: object() if is_there else None)
     assert router_is_front(DeploymentRequest(model=model, engine=engine, front=front)) is takes_router
 
 
 def test_a_router_that_is_wanted_and_not_installed_is_said(model: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    monkeypatch.setattr(supervision, "find_spec", lambda _: None)
     with pytest.raises(
         ConfigurationError, match=r"^--front sglang-router: it is not installed .* or leave --front away"
     ):
@@ -298,7 +297,7 @@ def test_a_router_that_is_wanted_and_not_installed_is_said(model: Path, monkeypa
 
 def test_what_is_typed_comes_to_the_command_lines(model: Path, monkeypatch: pytest.MonkeyPatch):
     asked: list[DeploymentRequest] = []
-    monkeypatch.setattr(run, "run", lambda request, **_: asked.append(request))
+    monkeypatch.setattr(supervision, "run", lambda request, **_: asked.append(request))
     typed = ["up", "--model", str(model), "--prefill-options", "--max-num-seqs 8", "--", "--max-model-len", "4096"]
     result = CliRunner().invoke(app, typed)
     assert result.exit_code == 0, result.output
