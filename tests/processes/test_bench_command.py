@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.support.commands import CommandProcess, kvferry
-from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.commands import CommandProcess, assert_gone, kvferry, wait_for_ranks
 from tests.support.real_transport import skip_unless_installed
 
 from kvferry.applications.doctor.machine import has_gpu

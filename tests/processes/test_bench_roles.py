@@ -15,7 +15,7 @@ import httpx
 import msgspec
 import pytest
 import zmq
-from tests.support.family import assert_gone, wait_for_ranks
+from tests.support.commands import assert_gone, wait_for_ranks
 from tests.support.real_transport import skip_unless_installed
 from tests.support.waiting import PATIENCE_S, eventually
 

@@ -17,8 +17,7 @@ import psutil
 import pytest
 from tests.processes.test_bench_roles import ended, side
 from tests.support.caches import Model, Shape
-from tests.support.commands import kvferry
-from tests.support.family import command_line, wait_for_ranks
+from tests.support.commands import command_line, kvferry, wait_for_ranks
 from tests.support.processes import Rank, RankProcess
 from tests.support.real_transport import skip_unless_installed
 

@@ -1,4 +1,4 @@
-"""Commands of `kvferry` without an interpreter each: what they print and how they end."""
+"""Commands of `kvferry` without an interpreter each: what they print, how they end, which processes they start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeAlias
 
+import psutil
 import pytest
+from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.cli import main
 
@@ -73,3 +75,40 @@ def _serve(connection: Connection) -> None:
     with contextlib.suppress(EOFError):
         while True:
             connection.send(kvferry(*connection.recv()))
+
+
+def command_line(process: psutil.Process) -> str:
+    """Returns what it was started with; nothing if it has ended."""
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+
+
+def _threads(process: psutil.Process) -> int:
+    try:
+        return process.num_threads()
+    except psutil.NoSuchProcess:
+        return 0
+
+
+def wait_for_ranks(parent: int, count: int) -> list[psutil.Process]:
+    """Returns the ranks of `kvferry bench`, once all of them have threads of endpoints.
+
+    Before them, the fork server starts a process that does nothing.
+    """
+    found: list[psutil.Process] = []
+
+    def all_run() -> bool:
+        servers = [child for child in psutil.Process(parent).children() if "forkserver" in command_line(child)]
+        found[:] = [rank for server in servers for rank in server.children() if _threads(rank) > 1]
+        return len(found) == count
+
+    eventually(f"{count} ranks run", all_run)
+    return found
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    """Waits until all of them have ended."""
+    _, alive = psutil.wait_procs(processes, timeout=PATIENCE_S)
+    assert not alive

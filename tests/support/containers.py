@@ -1,4 +1,10 @@
-"""A lonely prefill rank in a process of its own, and perhaps in a namespace of process numbers of its own."""
+"""A lonely prefill rank in a process of its own, and perhaps in a namespace of process numbers of its own.
+
+    python -m tests.support.containers ENGINE
+
+Its settings come from the environment. It opens each room that standard input names, a number a line, submits half of
+its pages, and prints the room's number when the decode rank has opened it. It ends when it is killed.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tests.support.caches import Model, Shape, pool
 from tests.support.namespaces import unshare
+from tests.support.waiting import eventually
+
+from kvferry import PrefillEndpoint, RankCoordinates, TransferState
 
 ROOT = Path(__file__).parent.parent.parent
 OWN = ("unshare", "--pid", "--fork", "--mount-proc", "--kill-child")
@@ -51,7 +62,7 @@ def container(engine: str, settings: dict[str, Any], begin: Sequence[str] = OWN)
     if begin:
         unshare("--pid", "--fork", "--mount-proc")  # skips where it must not be made
     with subprocess.Popen(
-        [*begin, sys.executable, "-m", "tests.support.lonely_prefill", engine],
+        [*begin, sys.executable, "-m", "tests.support.containers", engine],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -64,3 +75,22 @@ def container(engine: str, settings: dict[str, Any], begin: Sequence[str] = OWN)
             yield Container(process, int(children[0]) if begin else process.pid)
         finally:
             process.kill()
+
+
+def main() -> None:
+    """Runs until it is killed."""
+    its_pool = pool(Model(), Shape(), RankCoordinates())
+    endpoint = PrefillEndpoint(its_pool.layout, engine=sys.argv[1], host_registry=False)
+    eventually("it is registered", lambda: endpoint.wait_registered(1.0))
+    sys.stdout.write("registered\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sender = endpoint.open(int(line))
+        eventually("both have it open", lambda: sender.state is not TransferState.BOOTSTRAPPING)  # noqa: B023
+        sender.submit(np.arange(2))
+        sys.stdout.write(line)
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

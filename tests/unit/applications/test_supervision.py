@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.support.family import assert_gone, command_line
+from tests.support.commands import assert_gone, command_line
 from tests.support.waiting import PATIENCE_S, eventually
 
 from kvferry.applications.command_line import interruptible

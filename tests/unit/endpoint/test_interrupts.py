@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 from tests.support.engines import WAIT_S, Requests
-from tests.support.interrupts import interrupted_at
+from tests.support.steps import interrupted_at
 from tests.support.waiting import eventually
 
 from kvferry import DecodeEndpoint, PrefillEndpoint, Receiver, TransferState

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.support.interrupts import at_every_step
+from tests.support.steps import at_every_step
 
 from kvferry.endpoint.prefill.context import BrokenOff
 from kvferry.protocol.bounded import ForAWhile, remember

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.interrupts import at_every_step
+from tests.support.steps import at_every_step
 
 from kvferry.errors import (
     IncompatiblePeerError,
