@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 
 import pytest
-from tests.support.interrupts import interrupted_at
+from tests.support.steps import interrupted_at
 
 from kvferry.transport.compiled_posts import SharedLock
 
