@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import secrets
 import statistics
 import time
@@ -186,7 +187,9 @@ def main() -> None:
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[16, 64, 128], help="sizes of sub-chunks")
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 16384], help="tokens of a request")
     parser.add_argument("--rounds", type=int, default=5, help="of which a figure is the median")
+    parser.add_argument("--json", action="store_true", help="end with the same as JSON")
     options = parser.parse_args()
+    rows = []
     token_bytes = 2 * LAYERS * HEADS * HEAD_DIM * 2
     print(f"{'sub-chunk':>12}{'tokens':>8}{'s a GB':>10}{'least':>10}{'most':>10}{'us a sub-chunk':>16}")
     for chunk_mib in options.chunk_mib:
@@ -203,12 +206,15 @@ def main() -> None:
                         pair.move(pages)
                     found.append((time.process_time() - before) / (requests * tokens * token_bytes / 1e9))
                 middle = statistics.median(found)
+                rows.append({"chunk_mib": chunk_mib, "tokens": tokens, "s_per_gb": middle, "least": min(found)})
                 print(
                     f"{chunk_mib:>8} MiB{tokens:>8}{middle:>10.4f}{min(found):>10.4f}{max(found):>10.4f}"
                     f"{middle * chunk_mib * MIB / 1e3:>16.0f}"
                 )
         finally:
             pair.close()
+    if options.json:
+        print(json.dumps({"rows": rows}))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,16 @@
 """Asks a machine with a GPU what is worth knowing, on it, without a network and without setting anything up.
 
-    PYTHONPATH=src python -m benchmarks.gpu_contact --out contact
-    python -m benchmarks.gpu_contact --dry-run
+    PYTHONPATH=src python -m benchmarks.gpu_contact --part 1 --out contact
+    PYTHONPATH=src python -m benchmarks.gpu_contact --part 2 --out contact
+    python -m benchmarks.gpu_contact --part 1 --dry-run
     python -m benchmarks.gpu_contact --out contact --sections bulk,kernels
     python -m benchmarks.gpu_contact --out contact --rehearse
 
-Every section runs in a process group of its own, under a limit, with all it prints in NAME.log; contact.json and
-contact.md are written anew after each, so that a run that is cut off has left what it knew. Wheels in --wheels are
-unpacked and put behind what PYTHONPATH has. A dry run, and a rehearsal on the CPU, need no GPU. The exit code is 0 if
-every section ran and all was as expected, 1 if not, and 3 if there is no GPU.
+Every section runs in a process group of its own, under a limit. One file comes of it, contact-1.tar.gz (-2, or
+contact.tar.gz): a page, the same as JSON, and all that each section has printed. It is written anew after every section
+and when the run is cut off. Wheels in --wheels are unpacked and put behind what PYTHONPATH has. A dry run, and a
+rehearsal on the CPU, need no GPU. The exit code is 0 if every section ran and all was as expected, 1 if not, 3 if there
+is no GPU, and 128 and the signal's number if it was cut off.
 """
 
 from __future__ import annotations
@@ -25,12 +27,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.gpu_contact import page, wheels
+from benchmarks.gpu_contact.archive import pack, packed_at_the_end
+from benchmarks.gpu_contact.probes.common import FOLDER
 from benchmarks.gpu_contact.running import Answer, Outcome, run
-from benchmarks.gpu_contact.sections import TOTAL_S, Section, chosen, sections
+from benchmarks.gpu_contact.sections import NAMED_S, TOTAL_S, Section, chosen, of_part, sections
 
 ROOT = Path(__file__).resolve().parents[2]
 NO_GPU = 3
 
+_SAY_S = 20.0
 _LOOK_S = 60.0
 _LOOK = """
 import json, torch
@@ -84,12 +89,24 @@ def gpu_tests() -> list[str]:
 
 
 def machine(found: Mapping[str, str]) -> dict[str, str]:
-    """What kind of machine this is: nothing that names it."""
+    """What kind of machine this is, and which code ran: nothing that names the machine."""
     processors = f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-    return {**found, "processors": processors, "Python": platform.python_version()}
+    driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    commit = _said("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    about = {"driver": driver, "commit": commit or os.environ.get("GPU_CONTACT_COMMIT", "not known")}
+    return {**found, **about, "processors": processors, "Python": platform.python_version()}
 
 
-def show_plan(asked: Sequence[Section], wheels_from: Path, out: Path | None, no_gpu: str) -> None:
+def _said(*command: str) -> str:
+    """Returns the first line that a program prints; "" where there is no such program, or it fails."""
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=_SAY_S, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return said[0].strip() if said else ""
+
+
+def show_plan(asked: Sequence[Section], wheels_from: Path, archive: str, no_gpu: str, total_s: float) -> None:
     """Prints what a run would do, step by step."""
     if no_gpu:
         print(f"There is no GPU here: {no_gpu}.")
@@ -102,7 +119,7 @@ def show_plan(asked: Sequence[Section], wheels_from: Path, out: Path | None, no_
     for problem in list(wheels.unfit(wheels_from, sys.version_info[:2]))[:1]:
         print(f"They do not fit this Python: {problem}{platform.python_version().rpartition('.')[0]}")
     total = sum(section.limit_s for section in asked)
-    print(f"Then {len(asked)} sections would run, one after the other, in {total:g} s at most of {TOTAL_S:g}:\n")
+    print(f"Then {len(asked)} sections would run, one after the other, in {total:g} s at most of {total_s:g}:\n")
     for number, section in enumerate(asked, 1):
         needs = f"; left out without {section.needs}" if section.needs else ""
         limit = f"step {section.step}, at most {section.limit_s:g} s{needs}"
@@ -110,15 +127,21 @@ def show_plan(asked: Sequence[Section], wheels_from: Path, out: Path | None, no_
         print(f"    {page.command_line(section)}")
         if section.expected:
             print(f"    expected: {section.expected}")
-    print(f"\nLogs, contact.json and contact.md would be written into {out or 'the folder of --out'}.")
+    print(f"\nAll of it would come back in one file: {archive}.")
 
 
 def ask(
-    asked: Sequence[Section], out: Path, environment: Mapping[str, str], about: Mapping[str, str], *, total_s: float
+    asked: Sequence[Section],
+    out: Path,
+    environment: Mapping[str, str],
+    about: Mapping[str, str],
+    *,
+    total_s: float,
+    archive: Path | None = None,
 ) -> list[page.Found]:
-    """Runs sections one after the other, and writes after each what is known.
+    """Runs sections one after the other, and writes after each what is known, also of one that is cut off.
 
-    Where an answer makes all others worthless, they are left out.
+    Where an answer makes others worthless, they are left out: what needs a wire, where software emulates it.
     """
     out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + total_s
@@ -126,16 +149,23 @@ def ask(
     stop = ""
     for section in asked:
         print(f"{section.name}: at most {section.limit_s:g} s", flush=True)
-        if stop:
+        if stop and section.needs_wire:
             answer = Answer(Outcome.LEFT_OUT, why=f"{stop}; run it alone, --sections {section.name}")
         else:
-            answer = _asked(section, out, environment, min(section.limit_s, end - time.monotonic()))
+            try:
+                answer = _asked(section, out, environment, min(section.limit_s, end - time.monotonic()))
+            except BaseException:
+                found.append(page.Found(section, Answer(Outcome.OVERTIME, why="the run was cut off")))
+                write(out, about, found)
+                raise
         print(f"  {answer.outcome.value}, {answer.seconds:.0f} s{': ' + answer.why if answer.why else ''}", flush=True)
         found.append(page.Found(section, answer))
         write(out, about, found)
+        if archive is not None:
+            pack(out, archive)
         for verdict in section.verdicts(answer.result):
             if verdict.stops and verdict.is_so is False:
-                stop = f"{section.name} says that what follows is not worth measuring: not so that {verdict.expected}"
+                stop = f"{section.name} says that a wire is not worth measuring: not so that {verdict.expected}"
     return found
 
 
@@ -149,7 +179,7 @@ def _asked(section: Section, out: Path, environment: Mapping[str, str], limit_s:
         out / f"{section.name}.log",
         limit_s=limit_s,
         cwd=ROOT,
-        environment={**environment, **section.environment},
+        environment={**environment, FOLDER: str(out), **section.environment},
     )
 
 
@@ -186,32 +216,48 @@ def unpacked(folder: Path, target: Path) -> Path | None:
 def main(given: Sequence[str] | None = None) -> None:
     """Asks, or says what it would ask."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="the folder for logs, contact.json and contact.md")
+    parser.add_argument(
+        "--part", type=int, choices=sorted(TOTAL_S), help="of a visit: what is right, or how fast it is"
+    )
+    parser.add_argument("--out", type=Path, help="the folder for the archive")
     parser.add_argument("--wheels", type=Path, default=ROOT / ".gpu-wheels", help="what gpu_contact.wheels has filled")
-    parser.add_argument("--sections", help="only some, separated by commas; grid is all sizes of sub-chunk and ring")
-    parser.add_argument("--total-s", type=float, default=TOTAL_S, help="what all together may take")
+    parser.add_argument("--sections", help="only some, separated by commas, in this order")
+    parser.add_argument("--total-s", type=float, help="what all together may take")
     parser.add_argument("--dry-run", action="store_true", help="run nothing: say what would be run")
     parser.add_argument("--rehearse", action="store_true", help="on the CPU, with sizes whose figures mean nothing")
-    typed = parser.parse_args(given)
+    begun_at, typed = time.monotonic(), parser.parse_args(given)
+    if typed.part is None and typed.sections is None and not typed.rehearse:
+        parser.error("--part 1, --part 2, or --sections")
     every = sections("cpu" if typed.rehearse else "cuda", gpu_tests())
     try:
-        asked = chosen(every, [name for name in (typed.sections or "").split(",") if name])
+        asked = chosen(every, typed.sections.split(",")) if typed.sections else of_part(every, typed.part)
     except ValueError as error:
         parser.error(f"--sections {error}")
-    if typed.rehearse:
-        asked = [section for section in asked if not section.is_for_gpu]
+    total_s = typed.total_s or TOTAL_S.get(
+        typed.part, sum(each.limit_s for each in asked) if typed.rehearse else NAMED_S
+    )
+    name = "contact.tar.gz" if typed.part is None else f"contact-{typed.part}.tar.gz"
     if typed.dry_run:
-        show_plan(asked, typed.wheels, typed.out, gpu(environment_of(None, os.environ))[1])
+        no_gpu = gpu(environment_of(None, os.environ))[1]
+        show_plan(asked, typed.wheels, str(typed.out / name if typed.out else name), no_gpu, total_s)
         return
     if typed.out is None:
         parser.error("--out FOLDER is needed, or --dry-run")
-    seen, no_gpu = gpu(environment_of(None, os.environ))  # torch is the machine's own
-    if no_gpu and not typed.rehearse:
-        print(f"gpu_contact: a GPU asked for where {no_gpu}; --dry-run says what it would do", file=sys.stderr)
-        sys.exit(NO_GPU)
-    environment = environment_of(unpacked(typed.wheels, ROOT / ".gpu-packages"), os.environ)
-    found = ask(asked, typed.out, environment, machine(seen), total_s=typed.total_s)
-    print(f"written: {typed.out / 'contact.md'}")
+    with packed_at_the_end(typed.out / name) as folder:
+        print(f"all of it: {typed.out / name}", flush=True)
+        seen, no_gpu = gpu(environment_of(None, os.environ))  # torch is the machine's own
+        if no_gpu and not typed.rehearse:
+            print(f"gpu_contact: a GPU asked for where {no_gpu}; --dry-run says what it would do", file=sys.stderr)
+            sys.exit(NO_GPU)
+        environment = environment_of(unpacked(typed.wheels, ROOT / ".gpu-packages"), os.environ)
+        found = ask(
+            asked,
+            folder,
+            environment,
+            machine(seen),
+            total_s=total_s - (time.monotonic() - begun_at),
+            archive=typed.out / name,
+        )
     sys.exit(not is_well(found))
 
 

@@ -5,6 +5,7 @@ The page has what was expected first, then every section with its command, its f
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,9 +51,7 @@ def as_data(machine: Mapping[str, str], found: Sequence[Found]) -> dict[str, Any
 
 def command_line(section: Section) -> str:
     """Returns the command as one would type it, with python for the interpreter."""
-    program, *arguments = section.command
-    name = program.rpartition("/")[2]
-    words = ["python" if name.startswith("python") else name, *arguments]
+    words = ["python" if word == sys.executable else word for word in section.command]
     return " ".join([*(f"{variable}={value}" for variable, value in section.environment.items()), *words])
 
 

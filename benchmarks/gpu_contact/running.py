@@ -67,8 +67,10 @@ def run(command: Sequence[str], log: Path, *, limit_s: float, cwd: Path, environ
         environment: all of it.
     """
     begun_at = time.monotonic()
-    with log.open("wb") as output, _heeding_interruptions():
-        try:
+    process: subprocess.Popen[bytes] | None = None
+    why = ""
+    try:
+        with log.open("wb") as output, _heeding_interruptions():
             process = subprocess.Popen(
                 list(command),
                 cwd=cwd,
@@ -78,15 +80,15 @@ def run(command: Sequence[str], log: Path, *, limit_s: float, cwd: Path, environ
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
-            return Answer(Outcome.FAILED, why=f"could not be started: {error}")
-    why = ""
-    try:
         process.wait(max(0.1, limit_s - min(GRACE_S, limit_s / 2)))
+    except OSError as error:
+        return Answer(Outcome.FAILED, why=f"could not be started: {error}")
     except subprocess.TimeoutExpired:
+        assert process is not None
         why = f"not through after {limit_s:g} s: interrupted" + _end(process, begun_at + limit_s)
     finally:
-        _signal(process, signal.SIGKILL)  # whatever of the group is left
+        if process is not None:
+            _signal(process, signal.SIGKILL)  # whatever of the group is left, also where the whole run is cut off
     said = log.read_text(errors="replace").splitlines()
     outcome = Outcome.OVERTIME if why else Outcome.DONE if process.returncode == 0 else Outcome.FAILED
     if outcome is Outcome.FAILED:

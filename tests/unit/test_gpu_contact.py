@@ -8,9 +8,11 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import pytest
 from benchmarks.gpu_contact import __main__ as contact
 from benchmarks.gpu_contact import page, running, wheels
 from benchmarks.gpu_contact.running import Answer, Outcome
-from benchmarks.gpu_contact.sections import TOTAL_S, Section, Verdict, chosen, sections
+from benchmarks.gpu_contact.sections import NAMED_S, TOTAL_S, Section, Verdict, chosen, of_part, sections
 from tests.support.clones import ROOT
 
 BULK = {"device": "cuda", "exact": True, "legacy_ipc_capable": True}
@@ -116,11 +118,63 @@ def _exactly(result: Any) -> Iterator[Verdict]:
     yield Verdict("every byte is right", result["exact"], stops=True)
 
 
-def test_what_makes_all_else_worthless_ends_the_run(tmp_path: Path):
-    asked = [section("wrong", "print('{\"exact\": false}')", judge=_exactly), section("next", "print(1)")]
+def test_where_writes_are_emulated_what_needs_no_wire_runs(tmp_path: Path):
+    asked = [
+        section("wrong", "print('{\"exact\": false}')", judge=_exactly),
+        section("wired", "print(1)", needs_wire=True),
+        section("next", "print(1)"),
+    ]
     found = contact.ask(asked, tmp_path, os.environ, {}, total_s=60)
-    assert found[1].answer.outcome is Outcome.LEFT_OUT
-    assert "--sections next" in found[1].answer.why
+    assert [each.answer.outcome for each in found[1:]] == [Outcome.LEFT_OUT, Outcome.DONE]
+    assert "--sections wired" in found[1].answer.why
+    wired = {each.name for each in sections("cuda") if each.needs_wire}
+    assert wired == {"beside", "unequal", "equal", "mps", "locked", "direct", "first-write"}
+
+
+CUT_OFF = """
+import os, sys
+from pathlib import Path
+from benchmarks.gpu_contact import __main__ as contact
+from benchmarks.gpu_contact.archive import packed_at_the_end
+from benchmarks.gpu_contact.sections import Section
+
+def section(name, code):
+    return Section(name, 1, "What?", (sys.executable, "-c", code), 60.0)
+
+says = f"open({sys.argv[2]!r}, 'w').write(str(os.getpid()))"
+hangs = f"import os, time; print('begun', flush=True); {says}; time.sleep(60)"
+dies = "import os, signal; print('half', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+archive = Path(sys.argv[1])
+with packed_at_the_end(archive) as folder:
+    asked = [section("dies", dies), section("hangs", hangs), section("never", "")]
+    contact.ask(asked, folder, os.environ, {}, total_s=600, archive=archive)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_run_that_is_cut_off_leaves_one_archive(tmp_path: Path, number: signal.Signals):
+    begun, archive = tmp_path / "begun", tmp_path / "out" / "contact-1.tar.gz"
+    os.mkfifo(begun)
+    run = subprocess.Popen([*python(CUT_OFF), str(archive), str(begun)], cwd=ROOT)
+    section_pid = int(begun.read_text())  # waits until the second section has said something
+    run.send_signal(number)
+    try:
+        assert run.wait(30) == (-number if number is signal.SIGKILL else 128 + number)
+        assert list(archive.parent.iterdir()) == [archive]
+        with tarfile.open(archive) as packed:
+            files = {Path(each.name).name: packed.extractfile(each).read().decode() for each in packed}  # type: ignore[union-attr]
+        ended = {each["name"]: (each["outcome"], each["why"]) for each in json.loads(files["contact.json"])["sections"]}
+        assert ended.pop("dies") == ("failed", "exit code -9: half")
+        assert files["dies.log"] == "half\n"
+        if number is signal.SIGKILL:  # what it knew before
+            assert not ended
+            return
+        assert ended == {"hangs": ("overtime", "the run was cut off")}
+        assert files["hangs.log"] == "begun\n"
+        assert "### hangs" in files["contact.md"]
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(section_pid, signal.SIGKILL)
 
 
 def test_without_time_a_section_is_left_out(tmp_path: Path):
@@ -145,11 +199,17 @@ def test_figures_are_judged_beside_their_limits():
     row = {"mib": 64, "shape": "16 runs of 1 KiB, of 2 KiB rows"}
     assert list(said_of("kernels", {"rows": [{**row, "gather_of_copy": 0.4}]}).values()) == [False]
     assert list(said_of("kernels", {"rows": [{**row, "gather_of_copy": 0.5}]}).values()) == [True]
-    case = {"refused": None, "efficiency": 0.6, "gb_per_s": 6.0}
+    case = {"refused": None, "efficiency": 0.6, "gb_per_s": 6.0, "chunk/ring/workers": "as they are"}
     cases = [{**case, "variant": "auto"}, {**case, "variant": "staged", "gb_per_s": 9.0}]
-    assert list(said_of("unequal", {"exact": True, "cases": cases}).values()) == [True, True, False]
-    lost = {"exact": True, "lost_beside_against": {"apart": {"step p50": 0.031}}}
-    assert list(said_of("beside", lost).values()) == [True, False]
+    assert list(said_of("unequal", {"exact": True, "rows": cases}).values()) == [True, True, False]
+    assert list(said_of("equal", {"exact": True, "rows": cases[:1]}).values()) == [True]
+    lost = {"exact": True, "lost_beside_against": {"apart": {"step p50": 0.031, "step p99": 0.09}}}
+    speeds = {"beside": 8.0, "apart": 10.0}
+    assert list(said_of("beside", {**lost, "gb_per_s": speeds}).values()) == [True, True, False, True]
+    for still in ({"beside": 0.0, "apart": 10.0}, {"beside": 0.0, "apart": 0.0}):
+        assert list(said_of("beside", {**lost, "gb_per_s": still}).values()) == [True, False, False, True]
+    ends = [{"killed": "holder", "other": "writer", "well": False, "at_rest": True}]
+    assert list(said_of("killed", {"rows": ends}).values()) == [False, True]
     rows = [
         {"mode": mode, "beside": step, "capture": "ended" if (mode, step) == ("global", "connect") else "", "step": ""}
         for mode in ("global", "relaxed")
@@ -159,15 +219,17 @@ def test_figures_are_judged_beside_their_limits():
     assert list(said_of("capture", {"rows": [loads, *rows]}).values()) == [False, True]
 
 
-def test_all_sections_fit_into_one_command_on_a_machine_that_is_lent():
+def test_the_sections_of_each_part_fit_into_its_time():
     every = sections("cuda", ["tests/unit/staging/test_on_gpu.py"])
-    asked = chosen(every, [])
-    assert sum(each.limit_s for each in asked) < TOTAL_S == 570
-    assert {each.step for each in asked} == {1, 2, 3, 4, 5}
+    for part, total_s in TOTAL_S.items():
+        assert sum(each.limit_s for each in of_part(every, part)) < total_s
+    assert TOTAL_S == {1: 350, 2: 330}
+    assert sum(each.limit_s for each in of_part(every, 0)) < NAMED_S
+    assert {each.step for each in every} == {1, 2, 3, 4, 5}
     names = [each.name for each in every]
     assert len(names) == len(set(names))
-    assert all(name.startswith("grid-") for name in names[len(asked) :])
-    assert {name.name for name in chosen(every, ["grid"])} == set(names[len(asked) :])
+    assert names == [each.name for each in sections("cpu")], "a rehearsal leaves something out"
+    assert not [each.name for each in sections("cpu") if each.needs]
     assert [each.name for each in chosen(every, ["kernels", "bulk"])] == ["kernels", "bulk"]
     with pytest.raises(ValueError, match="'nothing' is none of smi, doctor"):
         chosen(every, ["nothing"])
@@ -197,14 +259,18 @@ def test_the_page_shows_what_was_expected_first_and_every_figure():
 
 def test_a_dry_run_says_what_it_would_do_and_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: Any):
     monkeypatch.setattr(contact, "gpu", lambda environment: ({}, "there is none that torch can use"))
-    contact.main(["--dry-run", "--wheels", "nowhere"])
+    for part in ("1", "2"):
+        contact.main(["--dry-run", "--part", part, "--wheels", "nowhere"])
     said = capsys.readouterr().out
     assert said.startswith("There is no GPU here: there is none")
     assert "There are no wheels in nowhere" in said
-    for each in chosen(sections("cuda", contact.gpu_tests()), []):
+    for each in (each for each in sections("cuda", contact.gpu_tests()) if each.part):
         assert page.command_line(each) in said
         assert f"at most {each.limit_s:g} s" in said
     assert "test_on_gpu.py" in said
+    assert "one file: contact-1.tar.gz" in said
+    assert "one file: contact-2.tar.gz" in said
+    assert sys.executable not in said
 
 
 def test_without_a_gpu_a_run_ends_with_a_status_of_its_own(
@@ -212,10 +278,10 @@ def test_without_a_gpu_a_run_ends_with_a_status_of_its_own(
 ):
     monkeypatch.setattr(contact, "gpu", lambda environment: ({}, "there is none that torch can use"))
     with pytest.raises(SystemExit) as ended:
-        contact.main(["--out", str(tmp_path), "--wheels", str(tmp_path)])
+        contact.main(["--part", "1", "--out", str(tmp_path), "--wheels", str(tmp_path)])
     assert ended.value.code == contact.NO_GPU != 0
     assert "a GPU asked for where there is none" in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert [each.name for each in tmp_path.iterdir()] == ["contact-1.tar.gz"]
 
 
 def test_packages_come_after_what_the_path_has(tmp_path: Path):

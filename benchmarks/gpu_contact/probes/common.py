@@ -16,6 +16,9 @@ from numpy.typing import NDArray
 
 from kvferry.layout import Device, MemoryKind, Region
 
+FOLDER = "GPU_CONTACT_FOLDER"
+"""The variable that names the folder for a probe's own files, which the archive brings along."""
+
 MIB = 1 << 20
 DeviceName = Literal["cpu", "cuda"]
 

@@ -12,6 +12,9 @@ from kvferry.staging.accelerator import DeviceRows, RunsLaunch
 from kvferry.staging.cuda import TensorArray, launch_runs
 from kvferry.staging.gpu import VECTOR_BYTES
 
+ROWS = 128
+"""Of each side's table."""
+
 
 @triton.jit
 def nothing(value):
@@ -19,19 +22,23 @@ def nothing(value):
     tl.load(value)
 
 
-def runs_to_runs(source: int, target: int, run_bytes: int, runs, places, device) -> RunsLaunch:
+def runs_to_runs(source: int, target: int, num_bytes: int, run_bytes: int, runs, places, device) -> RunsLaunch:
     """Prepares a copy of runs of one piece of memory to places of another, as the mapped path launches it.
 
     Args:
         source: where the memory begins that is read, a multiple of 16.
         target: where the other begins.
+        num_bytes: how large each is: as many rows as an engine has layers of K and V, and the kernel has to find them.
         run_bytes: of every run, a multiple of 16.
         runs: the number of each run that is read.
         places: the number of each that is written.
         device: torch's, which copies.
     """
-    tables = [np.array([0, start, run_bytes], np.int64) for start in (source, target)]
-    here, there = (DeviceRows(TensorArray(torch.from_numpy(each).to(device)), 1) for each in tables)
+    firsts = np.arange(ROWS, dtype=np.int64) * (num_bytes // run_bytes // ROWS)
+    tables = [
+        np.concatenate([firsts, start + firsts * run_bytes, np.full(ROWS, run_bytes)]) for start in (source, target)
+    ]
+    here, there = (DeviceRows(TensorArray(torch.from_numpy(each).to(device)), ROWS) for each in tables)
     numbers = TensorArray(torch.from_numpy(np.concatenate([runs, places]).astype(np.int32)).to(device))
     return RunsLaunch(here, there, numbers, 0, len(runs), len(runs), run_bytes, VECTOR_BYTES)
 

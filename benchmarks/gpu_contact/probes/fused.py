@@ -2,7 +2,8 @@
 
 The other process hands its pool over by CUDA IPC (on a CPU by shared memory), this one maps it and copies scattered
 runs to scattered places, with no ring, no wire and no second kernel. Beside it stands the least that the staged path
-needs there: a gather, a copy of the whole into the mapped pool, and a scatter.
+needs there: a gather, a copy of the whole into the mapped pool, and a scatter. All of them are prepared, as in a write
+of many sub-chunks: where runs lie is on the GPU before the time is taken.
 
     python -m benchmarks.gpu_contact.probes.fused [--device cpu --tiny]
 """
@@ -10,6 +11,7 @@ needs there: a gather, a copy of the whole into the mapped pool, and a scatter.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,9 @@ from benchmarks.gpu_contact.probes.receiver import digest
 
 from kvferry.layout import Device, MemoryKind, Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging import kernels_for
+from kvferry.staging import Kernels, kernels_for
+from kvferry.staging.gpu import GpuKernels
+from kvferry.staging.kernels import PackedBlocks
 
 if TYPE_CHECKING:
     import torch
@@ -51,13 +55,24 @@ def fused(source: torch.Tensor, target: torch.Tensor, run: int, here: np.ndarray
         return copy
     from benchmarks.gpu_contact.probes.device_kernels import launch_runs, runs_to_runs
 
-    prepared = runs_to_runs(source.data_ptr(), target.data_ptr(), run, here, there, source.device)
+    copies = runs_to_runs(source.data_ptr(), target.data_ptr(), len(source), run, here, there, source.device)
 
     def launch() -> None:
-        launch_runs(prepared)
+        launch_runs(copies)
         torch.cuda.synchronize()
 
     return launch
+
+
+def prepared(kernels: Kernels, starts: np.ndarray, run: int, address: int, *, is_gather: bool) -> Callable[[], None]:
+    """Returns a call that gathers or scatters runs, with where they begin uploaded already."""
+    shape = BlockShape((), run)
+    if not isinstance(kernels, GpuKernels):
+        if is_gather:
+            return partial(kernels.gather, starts, shape, address)
+        return partial(kernels.scatter, address, starts, shape)
+    (copies,) = kernels.uploaded([kernels.launches([PackedBlocks(starts, shape, 0)])], is_gather=is_gather)
+    return partial(kernels.run, copies, address)
 
 
 def whole(staging: torch.Tensor, mapped: torch.Tensor, device: DeviceName) -> None:
@@ -99,14 +114,13 @@ def measure(device: DeviceName, *, is_tiny: bool, seconds: float) -> dict[str, o
         asked.put("digest")
         is_right = answered.get(timeout=60) == digest(expected)
         is_exact &= is_right
-        shape, starts = BlockShape((), run), source.data_ptr() + here * run
-
+        starts = source.data_ptr() + here * run
         gathered_s, copied_s, scattered_s = (
             statistics.median(seconds_of(call, rounds))
             for call in (
-                partial(kernels.gather, starts, shape, staging.data_ptr()),
+                prepared(kernels, starts, run, staging.data_ptr(), is_gather=True),
                 partial(whole, staging, mapped, device),
-                partial(kernels.scatter, staging.data_ptr(), starts, shape),
+                prepared(kernels, starts, run, staging.data_ptr(), is_gather=False),
             )
         )
         rows.append(

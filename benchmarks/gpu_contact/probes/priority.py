@@ -35,7 +35,9 @@ def _on_gpu(rounds: int) -> dict[str, list[float]]:
     moved = 64 * MIB
     pool, staging = memory(4 * moved, "cuda"), memory(moved, "cuda")
     places = np.random.default_rng(0).permutation(pool.num_bytes // _RUN)[: moved // _RUN].astype(np.int64)
-    prepared = runs_to_runs(pool.address, staging.address, _RUN, places, np.arange(moved // _RUN), torch.device("cuda"))
+    prepared = runs_to_runs(
+        pool.address, staging.address, moved, _RUN, places, np.arange(moved // _RUN), torch.device("cuda")
+    )
     large = torch.randn((8192, 8192), dtype=torch.bfloat16, device="cuda")
     product = torch.empty_like(large)
     torch.cuda.synchronize()

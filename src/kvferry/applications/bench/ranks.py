@@ -38,8 +38,9 @@ _THREADS = Path("/proc/self/task")
 def interpreter_cpu_s() -> float | None:
     """Returns the CPU time of all threads that Python knows of, with what they call; None where nobody says.
 
-    Those of a transport, of CUDA or of torch are none of them. On a GPU, where these threads copy nothing, it is what a
-    transfer costs beside the engine's own Python.
+    Those of a transport, of CUDA or of torch are none of them. It is more than what the interpreter's lock is held for:
+    compiled copies run without it, and so does waiting for a GPU, which spins. `benchmarks.interpreter_seconds` has
+    the rest alone.
     """
     nanoseconds = 0
     for thread in threading.enumerate():
