@@ -24,7 +24,7 @@ from kvferry.staging.accelerator import (
 )
 from kvferry.staging.cuda_driver import CudaDriver
 from kvferry.staging.kernels import StartArray
-from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, copy_runs, copy_selected
+from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, ROWS_OF_SMALL_WORDS, copy_runs, copy_selected
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 _MOST_PROGRAMS = (1 << 31) - 1
@@ -55,9 +55,14 @@ def constants_of_runs(alignment: int) -> dict[str, Any]:
         "WORD": _WORDS[word],
         "WORDS_PER_VECTOR": alignment // word,
         "ALIGNMENT": alignment,
-        "ROWS": ROWS,
+        "ROWS": rows_of(alignment),
         "COLUMNS": COLUMN_BYTES // word,
     }
+
+
+def rows_of(alignment: int) -> int:
+    """Returns how many runs a tile has."""
+    return ROWS if alignment >= max(_WORDS) else ROWS_OF_SMALL_WORDS
 
 
 class TensorArray(DeviceArray):
@@ -79,9 +84,9 @@ def launch_kernel(copy: CopyLaunch) -> None:
     num_runs = copy.stop - copy.first
     for count, _ in copy.loops:
         num_runs *= count
-    tiles_per_run = -(-copy.length // COLUMN_BYTES)
-    programs = max(1, -(-num_runs // ROWS) * tiles_per_run)
-    if max(num_runs + ROWS, programs) > _MOST_PROGRAMS:
+    rows, tiles_per_run = rows_of(copy.alignment), -(-copy.length // COLUMN_BYTES)
+    programs = max(1, -(-num_runs // rows) * tiles_per_run)
+    if max(num_runs + rows, programs) > _MOST_PROGRAMS:
         raise SettingsError(
             f"{num_runs} runs of {copy.length} bytes are more than one launch copies: lower staging_chunk_mib "
             "(KVFERRY_STAGING_CHUNK_MIB)"
@@ -106,9 +111,9 @@ def launch_runs(copy: RunsLaunch) -> None:
     Raises:
         TransportError: if there are more runs than one launch copies.
     """
-    tiles_per_run = -(-copy.length // COLUMN_BYTES)
-    programs = max(1, -(-copy.count // ROWS) * tiles_per_run)
-    if max(copy.count + ROWS, programs) > _MOST_PROGRAMS:
+    rows, tiles_per_run = rows_of(copy.alignment), -(-copy.length // COLUMN_BYTES)
+    programs = max(1, -(-copy.count // rows) * tiles_per_run)
+    if max(copy.count + rows, programs) > _MOST_PROGRAMS:
         raise TransportError(
             f"{copy.count} runs of {copy.length} bytes are more than one launch copies: hand the request in by smaller "
             "chunks"

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -23,7 +24,6 @@ from kvferry.staging.kernels import (
     PackedBlocks,
     StartArray,
     alignment_of,
-    common_alignment,
     spread,
     static_alignment,
 )
@@ -32,6 +32,10 @@ VECTOR_BYTES = 16
 
 UPLOADED_BLOCKS = 1 << 18
 """From so many blocks on, further sub-chunks have an upload of their own: 2 MiB of addresses."""
+
+
+MOST_PIECES = 8
+"""Most launches that blocks of one shape are split into, by whether they are aligned: each costs some microseconds."""
 
 
 class _Launch(NamedTuple):
@@ -140,14 +144,12 @@ class GpuKernels(Kernels):
         for launches in batches:
             found.append([])
             for each in launches:
-                stop = first + len(each.starts)
-                alignment = common_alignment(each.starts, each.shape, each.offset, VECTOR_BYTES)
-                found[-1].append(
-                    CopyLaunch(
-                        starts, first, stop, each.shape.loops, each.shape.length, each.offset, alignment, is_gather
-                    )
-                )
-                first = stop
+                shape = each.shape
+                for begin, end, alignment in by_alignment(each.starts, shape, each.offset):
+                    address = each.offset + begin * shape.num_bytes
+                    piece = starts, first + begin, first + end, shape.loops, shape.length, address, alignment
+                    found[-1].append(CopyLaunch(*piece, is_gather))
+                first += len(each.starts)
         return found
 
     def run(self, copies: Sequence[CopyLaunch], address: int) -> None:
@@ -183,6 +185,29 @@ class _GpuGathers(Gathers):
             if num_blocks >= UPLOADED_BLOCKS:
                 break
         return batches
+
+
+def by_alignment(starts: StartArray, shape: BlockShape, address: int) -> list[tuple[int, int, int]]:
+    """Splits blocks where some begin at worse places than their shape allows, so that these alone are copied slowly.
+
+    Args:
+        starts: byte address of every block's first run, shape [blocks].
+        shape: the shape of every block.
+        address: where the first block is packed.
+
+    Returns:
+        First and last of each piece, half-open, and the largest power of two up to 16 that divides its addresses and
+        lengths. One piece if there would be too many.
+    """
+    best = alignment_of(VECTOR_BYTES, address, shape.length, *(stride for _, stride in shape.loops))
+    common = alignment_of(best, starts)
+    if common == best:
+        return [(0, len(starts), best)]
+    aligned = starts & (best - 1) == 0
+    bounds = [0, *(np.flatnonzero(aligned[1:] != aligned[:-1]) + 1).tolist(), len(starts)]
+    if len(bounds) - 1 > MOST_PIECES:
+        return [(0, len(starts), common)]
+    return [(begin, end, alignment_of(best, starts[begin:end])) for begin, end in pairwise(bounds)]
 
 
 def _launch(together: Sequence[PackedBlocks]) -> _Launch:

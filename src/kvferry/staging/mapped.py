@@ -3,8 +3,9 @@
 It keeps the contract of `transport/base.py`, so that the endpoints' direct writes run over it as they are. There is no
 wire in it: notifications, and what tells who is connected, are those of another transport that it is put around. A
 prepared list is in the GPU's memory, a peer's with the addresses at which it is mapped. The numbers that a write
-selects are uploaded at once, and the kernel finds the addresses: one launch, or one for each length that descriptors
-have. The write has ended when the event behind them has come, and only then the peer is notified.
+selects are uploaded at once, and the kernel finds the addresses: one launch, or one for each length and
+alignment that descriptors have. The write has ended when the event behind them has come, and only then the peer is
+notified.
 
 Launching needs no event of the engine's: a chunk is handed in ready, or its event has come, before a write begins.
 
@@ -32,7 +33,6 @@ from kvferry.plan.descriptors import DescriptorIndices, RowArray
 from kvferry.protocol.wire.field_types import MAX_METADATA_BYTES, ShortText
 from kvferry.staging.accelerator import DeviceRows, RunsLaunch, Stream, StreamEvent
 from kvferry.staging.gpu import VECTOR_BYTES
-from kvferry.staging.kernels import alignment_of
 from kvferry.staging.resources import StagingResources
 from kvferry.staging.sharing import MappedCopies, SharedAllocation, Sharing
 from kvferry.transport import (
@@ -131,19 +131,20 @@ class _List:
         rows: its rows in the GPU's memory, as they are mapped.
         firsts: the number of each row's first descriptor.
         lengths: of each row's descriptors, in bytes.
-        length: of all of them; None if they differ.
-        alignment: bytes that divide all addresses and lengths.
+        alignments: bytes that divide all addresses and lengths of each row, powers of two up to 16.
+        kind: length and alignment of all of them; None if they differ.
     """
 
     rows: DeviceRows
     firsts: NDArray[np.int64]
     lengths: NDArray[np.int64]
-    length: int | None
-    alignment: int
+    alignments: NDArray[np.int64]
+    kind: tuple[int, int] | None
 
-    def lengths_of(self, numbers: DescriptorIndices) -> NDArray[np.int64]:
-        """Returns the length of every descriptor that is selected."""
-        return self.lengths[np.searchsorted(self.firsts, numbers, side="right") - 1]
+    def kinds_of(self, numbers: DescriptorIndices) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Returns the length and the alignment of every descriptor that is selected."""
+        row = np.searchsorted(self.firsts, numbers, side="right") - 1
+        return self.lengths[row], self.alignments[row]
 
 
 class _MappedWrite(TransferHandle):
@@ -279,20 +280,21 @@ class MappedTransport(RangeTransport[MappedConnection]):
         if mappings is not None:
             starts = mappings.here(starts)
         strides[counts == 1] = 0
-        alignment = alignment_of(VECTOR_BYTES, starts, lengths, strides)
+        bits = starts | lengths | strides | VECTOR_BYTES
+        alignments = bits & -bits
+        are_alike = lengths.min() == lengths.max() and alignments.min() == alignments.max()
         firsts = np.cumsum(counts) - counts
         try:
             stream = self.copies.streams.own()
             made = DeviceRows(stream.upload(np.concatenate([firsts, starts, strides])), len(rows))
-            if alignment not in self._compiled:
+            for alignment in set(np.unique(alignments).tolist()) - self._compiled:
                 numbers = stream.upload(np.zeros(1, np.int32))
                 stream.launch_runs(RunsLaunch(made, made, numbers, 0, 0, 0, alignment, alignment))
                 self._compiled.add(alignment)
             stream.synchronize()  # other threads' streams read it
         except Exception as error:
             raise TransportError(f"{len(rows)} descriptor rows could not be prepared on the GPU: {error}") from error
-        length = int(lengths[0]) if lengths.min() == lengths.max() else None
-        return _List(made, firsts, lengths, length, alignment)
+        return _List(made, firsts, lengths, alignments, (int(lengths[0]), int(alignments[0])) if are_alike else None)
 
     # ---- writes
 
@@ -360,26 +362,29 @@ class MappedTransport(RangeTransport[MappedConnection]):
         there: _List,
         destinations: DescriptorIndices,
     ) -> Iterator[RunsLaunch]:
-        """Uploads which descriptors are selected. Yields what is launched, for each length that they have.
+        """Uploads which descriptors are selected. Yields what is launched, for each length and alignment they have.
+
+        One misaligned row is a launch of its own, so that it alone is copied slowly.
 
         Raises:
             TransportError: if those of the two sides differ in length. Nothing is uploaded then.
         """
-        count, alignment = len(sources), min(here.alignment, there.alignment)
-        if here.length is not None and here.length == there.length:
-            groups = [(0, count, here.length)]
+        count = len(sources)
+        if here.kind is not None and there.kind is not None and here.kind[0] == there.kind[0]:
+            groups = [(0, count, *min(here.kind, there.kind))]
         else:
-            lengths = here.lengths_of(sources)
-            if not np.array_equal(lengths, there.lengths_of(destinations)):
+            (lengths, alignments), (others, those) = here.kinds_of(sources), there.kinds_of(destinations)
+            if not np.array_equal(lengths, others):
                 raise TransportError(DIFFERENT_LENGTHS)
-            order = np.argsort(lengths, kind="stable")
-            lengths, sources, destinations = lengths[order], sources[order], destinations[order]
-            firsts = [0, *(np.flatnonzero(lengths[1:] != lengths[:-1]) + 1).tolist(), count]
-            groups = [(first, stop, int(lengths[first])) for first, stop in pairwise(firsts)]
+            kinds = lengths * (2 * VECTOR_BYTES) + np.minimum(alignments, those)
+            order = np.argsort(kinds, kind="stable")
+            kinds, sources, destinations = kinds[order], sources[order], destinations[order]
+            firsts = [0, *(np.flatnonzero(kinds[1:] != kinds[:-1]) + 1).tolist(), count]
+            groups = [(first, stop, *divmod(int(kinds[first]), 2 * VECTOR_BYTES)) for first, stop in pairwise(firsts)]
         numbers = write.stream.upload(np.concatenate([sources, destinations]))
         write.keeps = numbers, here, there
-        write.total_bytes = sum((stop - first) * length for first, stop, length in groups)
-        for first, stop, length in groups:
+        write.total_bytes = sum((stop - first) * length for first, stop, length, _ in groups)
+        for first, stop, length, alignment in groups:
             yield RunsLaunch(here.rows, there.rows, numbers, first, count + first, stop - first, length, alignment)
 
     def poll(self, transfer: TransferHandle) -> TransferReport | None:

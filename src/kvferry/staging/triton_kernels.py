@@ -11,7 +11,10 @@ import triton.language as tl
 from kvferry.staging.accelerator import MOST_LOOPS
 
 ROWS = 32
-"""Runs of a tile."""
+"""Runs of a tile, whose words are 8 bytes."""
+
+ROWS_OF_SMALL_WORDS = 8
+"""The same below an alignment of 8: as many bytes are more words, whose addresses would fill a thread's registers."""
 
 COLUMN_BYTES = 256
 """Bytes of every run in a tile. Two runs a warp and instruction, in 16-byte words."""

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from kvferry.plan.packing import BlockShape
+from kvferry.staging.gpu import MOST_PIECES, by_alignment
 from kvferry.staging.kernels import array_at, common_alignment, spread
 
 STARTS = [4096, 8192]
@@ -31,6 +32,26 @@ def test_words_are_no_larger_than_every_address_and_length_allows(
     addresses = np.array(starts, np.int64)
     assert common_alignment(addresses, shape, address, 16) == expected
     assert common_alignment(addresses, shape, address, 8) == min(expected, 8)
+
+
+@pytest.mark.parametrize(
+    ("places", "length", "pieces"),
+    [
+        ([0, 4, 8], 16, [(0, 3, 16)]),
+        ([], 16, [(0, 0, 16)]),
+        ([0, 4, 8.25, 12, 16], 16, [(0, 2, 16), (2, 3, 4), (3, 5, 16)]),
+        ([0, 4, 8.25, 12, 16], 132, [(0, 5, 4)]),  # the length allows no more anyway
+        ([0.5, 1.25, 4], 16, [(0, 2, 4), (2, 3, 16)]),
+        ([0.5, 1.5], 16, [(0, 2, 8)]),
+        ([0, 1.0625] * MOST_PIECES, 16, [(0, 2 * MOST_PIECES, 1)]),  # too many launches
+    ],
+    ids=str,
+)
+def test_blocks_that_begin_at_worse_places_are_launched_apart(
+    places: list[float], length: int, pieces: list[tuple[int, int, int]]
+):
+    starts = np.array([4096 + int(place * 16) for place in places], np.int64)
+    assert by_alignment(starts, BlockShape((), length), 1 << 20) == pieces
 
 
 def test_outer_loops_are_taken_apart_block_by_block():

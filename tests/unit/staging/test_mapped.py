@@ -133,6 +133,35 @@ def test_a_write_is_one_upload_and_a_launch_for_each_length(two: Two, lengths: t
         np.testing.assert_array_equal(two.memory[1][at], two.memory[0][at])
 
 
+def test_a_misaligned_row_is_copied_by_itself(two: Two, monkeypatch: pytest.MonkeyPatch):
+    launched: list[tuple[int, int, int]] = []
+    stream_class = type(two.here.copies.streams.own())
+    launch = stream_class.launch_runs
+
+    def noted(stream: Any, copy: Any) -> None:
+        launched.append((copy.count, copy.length, copy.alignment))
+        launch(stream, copy)
+
+    shifts = (0, 0, 4)
+    bases = [memory.ctypes.data + -memory.ctypes.data % 16 for memory in two.memory[:2]]
+    local, remote = (
+        two.here.prepare(
+            np.array([(base + 1024 * row + shift, 512, 0, 512, 1) for row, shift in enumerate(shifts)], np.uint64), peer
+        )
+        for base, peer in zip(bases, (None, two.peer), strict=True)
+    )
+    monkeypatch.setattr(stream_class, "launch_runs", noted)
+    two.finish(two.post(lists=[local, remote]))
+    assert sorted(launched) == [(1, 512, 4), (2, 512, 16)]
+    assert not two.device.counts.compiled_runs_late
+    for row, shift in enumerate(shifts):
+        here, there = (
+            memory[base - memory.ctypes.data + 1024 * row + shift :][:512]
+            for memory, base in zip(two.memory[:2], bases, strict=True)
+        )
+        np.testing.assert_array_equal(here, there)
+
+
 def test_lists_that_one_thread_has_prepared_another_may_use(two: Two):
     lists = two.lists(64, 100)
     with ThreadPoolExecutor(1) as other:

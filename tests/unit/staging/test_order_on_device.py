@@ -221,6 +221,22 @@ def test_a_chunk_that_is_better_aligned_than_all_that_there_are_need_not_compile
     assert not device.counts.compiled_late
 
 
+def test_one_misaligned_block_is_copied_by_itself(device: FakeDevice):
+    tensor = np.random.default_rng(0).integers(0, 256, 8192, np.uint8)
+    base = tensor.ctypes.data + -tensor.ctypes.data % 64
+    kernels, begin = GpuKernels([Region(base, 4096)], FakeAccelerator(device)), base - tensor.ctypes.data
+    places = np.array([0, 64, 129, 256, 320])
+    before = device.counts.launches
+    kernels.gather(base + places, BlockShape((), 32), base + 4096)
+    assert device.counts.launches - before == 3
+    assert device.counts.compiled == {(16, 0, True), (1, 0, True)}
+    expected = np.concatenate([tensor[begin + place :][:32] for place in places])
+    np.testing.assert_array_equal(tensor[begin + 4096 :][: expected.size], expected)
+    kernels.scatter(base + 4096, base + 2048 + places, BlockShape((), 32))
+    np.testing.assert_array_equal(np.concatenate([tensor[begin + 2048 + place :][:32] for place in places]), expected)
+    device.verify()
+
+
 def test_an_error_waits_for_what_was_launched_before_it(device: FakeDevice, monkeypatch: pytest.MonkeyPatch):
     """Else pages and spans would come back under a kernel that goes on."""
     tensor = np.zeros(4096, np.uint8)
