@@ -19,14 +19,19 @@ _OR_ELSE = "or take KVFERRY_PATH=direct, which copies nothing"
 
 
 def require_cuda(device: Device) -> None:
-    """Checks that torch can use a GPU.
+    """Checks that torch can use a GPU of NVIDIA's. One of AMD's has the same names in torch, and another driver.
 
     Raises:
-        TransportUnavailableError: if torch is missing, or this GPU is.
+        TransportUnavailableError: if torch is missing, or this GPU is, or it is not of that kind.
     """
     _require("torch", "pip install 'torch>=2.4'")
     import torch
 
+    if torch.version.hip is not None:
+        raise TransportUnavailableError(
+            f"{device}: torch {torch.__version__} is for AMD's GPUs (ROCm {torch.version.hip}), and kvferry copies on "
+            "NVIDIA's alone, by CUDA's driver: put the pool into CPU memory"
+        )
     if not torch.cuda.is_available():
         raise TransportUnavailableError(
             f"{device}: a GPU asked for where there is none that torch {torch.__version__} can use (its CUDA version: "

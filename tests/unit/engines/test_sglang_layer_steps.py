@@ -216,12 +216,15 @@ def test_the_pages_of_a_step_are_those_that_sglang_hands_in_after_it(changes: di
 
 
 def test_nobody_waits_for_page_numbers_on_a_device(monkeypatch: pytest.MonkeyPatch):
-    event, empty = object(), torch.empty
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(record_event=lambda: event))
+    """And whoever waits for the event behind them sleeps."""
+    recorded, empty = list[object](), torch.empty
+    event = SimpleNamespace()
+    event.record = lambda: recorded.append(event)
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, blocking=False: event if blocking else None)
     monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory, **how: empty(*sizes, **how))
     follows = Announced()
     announced(follows, rows=ROWS.as_subclass(OnADevice))
-    assert (follows.pages, follows.ready) == ([[10, 11, 12, 13, 14]], [event])
+    assert (follows.pages, follows.ready, recorded) == ([[10, 11, 12, 13, 14]], [event], [event])
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import pytest
 
 from kvferry.errors import TransportUnavailableError
 from kvferry.layout import Device, MemoryKind, Region
-from kvferry.staging import kernels_for
+from kvferry.staging import allocate, kernels_for
+from kvferry.staging.choice import bind_thread, mapped_copies
 from kvferry.staging.host import HostKernels
 
 GPU = Device(MemoryKind.VRAM, 1)
@@ -33,6 +35,25 @@ def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(TransportUnavailableError, match="VRAM:1: a GPU asked for where there is none"):
         kernels_for(REGIONS, GPU)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda: kernels_for(REGIONS, GPU),
+        lambda: mapped_copies(GPU),
+        lambda: bind_thread(GPU),
+        lambda: allocate(1 << 20, GPU),
+    ],
+    ids=["kernels", "mapped", "bind", "memory"],
+)
+def test_a_gpu_of_amds_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, asks: Callable[[], object]):
+    """Its torch says that it has CUDA, and what is asked next would fail on a library of NVIDIA's."""
+    monkeypatch.setattr("torch.version.hip", "6.4")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    with pytest.raises(TransportUnavailableError, match=r"^VRAM:1: .*\(ROCm 6\.4.*put the pool into CPU memory$"):
+        asks()
 
 
 def test_a_gpu_that_is_not_there_is_named_with_how_many_are(monkeypatch: pytest.MonkeyPatch):

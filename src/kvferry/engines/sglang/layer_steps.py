@@ -177,8 +177,11 @@ def _pool_of_layers(pool: Any) -> tuple[Any, list[int]]:
 def _event() -> DeviceEvent:
     import torch
 
-    event: DeviceEvent = torch.cuda.current_stream().record_event()
-    return event
+    # A thread waits for it: it is to sleep meanwhile, not to spin on a processor that the scheduler wants.
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    recorded: DeviceEvent = event
+    return recorded
 
 
 def announce(_: None, scheduler: Any, request: Any, allow_send: bool = True) -> None:
