@@ -10,7 +10,7 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.loggers import logger_of
 from kvferry.staging.accelerator import ThreadStreams
 from kvferry.staging.host import HostKernels, fastest
-from kvferry.staging.kernels import Kernels
+from kvferry.staging.kernels import Kernels, Watch, unwatched
 from kvferry.staging.sharing import CudaSharing, MappedCopies
 
 log = logger_of(__name__)
@@ -62,18 +62,19 @@ def _require(module: str, remedy: str) -> None:
         ) from error
 
 
-def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
+def kernels_for(regions: Sequence[Region], device: Device, watch: Watch = unwatched) -> Kernels:
     """Makes the kernels for a pool. On a GPU it compiles the most usual ones, so that the first chunk need not wait.
 
     Args:
         regions: the pool's memory, as `RankLayout.regions` gives it. It must outlive the kernels.
         device: where it is.
+        watch: is put around what the kernels do without the interpreter's lock: compiled copies, and waits for a GPU.
 
     Raises:
         TransportUnavailableError: if torch, Triton or the GPU is missing, saying what to do.
     """
     if device.kind is MemoryKind.DRAM:
-        copy, problem = fastest()
+        copy, problem = fastest(watch=watch)
         if problem:
             log.warning("blocks are copied by the interpreter, which is slow (`kvferry doctor` has more): %s", problem)
         return HostKernels(regions, copy)
@@ -84,7 +85,7 @@ def kernels_for(regions: Sequence[Region], device: Device) -> Kernels:
     from kvferry.staging.cuda import CudaAccelerator
     from kvferry.staging.gpu import GpuKernels
 
-    kernels = GpuKernels(regions, CudaAccelerator(device.index))
+    kernels = GpuKernels(regions, CudaAccelerator(device.index, watch=watch))
     with torch.cuda.device(device.index):  # the caller's thread has the GPU afterwards that it had before
         kernels.compile()
     return kernels

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from kvferry.errors import KVFerryError
 from kvferry.staging.host import COMPILED, Group, HostKernels, described
+from kvferry.staging.kernels import Watch, unwatched
 from kvferry.staging.runs import Comings, Runs, Step
 from kvferry.transport import Transport
 from kvferry.transport.compiled_posts import Posted, Wire
@@ -53,8 +54,13 @@ class CompiledRuns(Runs):
         now: Callable[[], float],
         *,
         library: Path = COMPILED,
+        watch: Watch = unwatched,
     ) -> None:
         """As for `Runs`.
+
+        Args:
+            library: the compiled code.
+            watch: is put around each call of it.
 
         Raises:
             OSError: if there is no compiled code.
@@ -62,15 +68,16 @@ class CompiledRuns(Runs):
         """
         super().__init__(kernels, transport, now, most_steps=MOST_STEPS)
         self._host = kernels
-        self._run = ctypes.CDLL(str(library)).kvferry_run
-        self._run.argtypes = (
+        run = ctypes.CDLL(str(library)).kvferry_run
+        run.argtypes = (
             ctypes.POINTER(Wire),
             ctypes.POINTER(_Step),
             _NUMBER,
             _NUMBER,
             ctypes.POINTER(_NUMBER),
         )
-        self._run.restype = _NUMBER
+        run.restype = _NUMBER
+        self._run = watch(run)
 
     def steps_to(self, receiver: str) -> int:
         try:

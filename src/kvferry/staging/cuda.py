@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from kvferry.staging.accelerator import (
     StreamEvent,
 )
 from kvferry.staging.cuda_driver import CudaDriver
-from kvferry.staging.kernels import StartArray
+from kvferry.staging.kernels import StartArray, Watch, unwatched
 from kvferry.staging.triton_kernels import COLUMN_BYTES, ROWS, ROWS_OF_SMALL_WORDS, copy_runs, copy_selected
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -148,9 +148,10 @@ class CudaEvent(StreamEvent):
 class CudaStream(Stream):
     """A stream of CUDA's, not ordered with the engine's."""
 
-    def __init__(self, device: torch.device, priority: int) -> None:
+    def __init__(self, device: torch.device, priority: int, watch: Watch = unwatched) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self._wait: Callable[[], None] = watch(self._stream.synchronize)  # which spins
 
     def upload(self, numbers: StartArray | NDArray[np.int32]) -> DeviceArray:
         with self._current():
@@ -176,7 +177,7 @@ class CudaStream(Stream):
         return _on_another_gpu(self._device, self._stream)
 
     def synchronize(self) -> None:
-        self._stream.synchronize()
+        self._wait()
 
 
 @contextmanager
@@ -199,21 +200,23 @@ def _on_another_gpu(device: torch.device, stream: torch.cuda.Stream) -> Iterator
 class CudaAccelerator(Accelerator):
     """A GPU."""
 
-    def __init__(self, index: int, *, priority: int = STREAM_PRIORITY) -> None:
+    def __init__(self, index: int, *, priority: int = STREAM_PRIORITY, watch: Watch = unwatched) -> None:
         """Takes a GPU that torch sees.
 
         Args:
             index: torch's number for it.
             priority: of the streams, lower before higher; CUDA brings it into the range that the GPU has.
+            watch: is put around waits for a stream.
         """
         self._device = torch.device("cuda", index)
         self._priority = priority
+        self._watch: Watch = watch
 
     def bind_thread(self) -> None:
         bind_thread(self._device.index)
 
     def stream(self) -> Stream:
-        return CudaStream(self._device, self._priority)
+        return CudaStream(self._device, self._priority, self._watch)
 
 
 def bind_thread(index: int) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape
-from kvferry.staging.kernels import AddressRange, Kernels, PackedBlocks, StartArray, array_at
+from kvferry.staging.kernels import AddressRange, Kernels, PackedBlocks, StartArray, Watch, array_at, unwatched
 
 CopyBlocks = Callable[[Sequence[PackedBlocks], int, bool], None]
 """Copies blocks to where they are packed from an address on; or back, if False."""
@@ -77,16 +77,20 @@ class HostKernels(Kernels):
         self._copy(blocks, address, False)
 
 
-def fastest(library: Path = COMPILED) -> tuple[CopyBlocks, str]:
+def fastest(library: Path = COMPILED, watch: Watch = unwatched) -> tuple[CopyBlocks, str]:
     """Returns what copies blocks fastest here, and why that is not compiled code; empty if it is."""
     try:
-        return compiled(library), ""
+        return compiled(library, watch), ""
     except (OSError, AttributeError) as error:
         return interpreted, str(error)
 
 
-def compiled(library: Path = COMPILED) -> CopyBlocks:
+def compiled(library: Path = COMPILED, watch: Watch = unwatched) -> CopyBlocks:
     """Loads the compiled copies.
+
+    Args:
+        library: the file.
+        watch: is put around each of them.
 
     Raises:
         OSError: if they are not there, or were compiled from another source than the one beside them.
@@ -97,9 +101,9 @@ def compiled(library: Path = COMPILED) -> CopyBlocks:
     crc32.restype = ctypes.c_uint32
     if crc32() != zlib.crc32(library.with_suffix(".c").read_bytes()):
         raise OSError(f"{library} was compiled from another source: install kvferry anew, or run hatch_build.py")
-    copy = loaded.kvferry_copy
-    copy.argtypes = (ctypes.POINTER(Group), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
-    copy.restype = None
+    loaded.kvferry_copy.argtypes = (ctypes.POINTER(Group), ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+    loaded.kvferry_copy.restype = None
+    copy = watch(loaded.kvferry_copy)
 
     def copy_blocks(blocks: Sequence[PackedBlocks], address: int, is_gather: bool) -> None:
         groups, kept = described(blocks)

@@ -8,9 +8,9 @@ are. Bytes are copied as integers: no element type is ever interpreted.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 from kvferry.errors import LayoutError, RegistrationError
 from kvferry.layout import Region
 from kvferry.plan.packing import BlockShape, PackedSide
+
+_P = ParamSpec("_P")
+_Returned = TypeVar("_Returned")
 
 StartArray = NDArray[np.int64]
 """The address of the first byte of every block, shape [blocks]."""
@@ -41,6 +44,18 @@ class PackedBlocks:
     def stop(self) -> int:
         """The offset behind the last block."""
         return self.offset + len(self.starts) * self.shape.num_bytes
+
+
+class Watch(Protocol):
+    """Puts something around a call that runs without the interpreter's lock, as a benchmark does to time it."""
+
+    def __call__(self, call: Callable[_P, _Returned], /) -> Callable[_P, _Returned]:
+        """Returns a call that does the same."""
+
+
+def unwatched(call: Callable[_P, _Returned], /) -> Callable[_P, _Returned]:
+    """Puts nothing around it."""
+    return call
 
 
 class Gathers(ABC):

@@ -16,7 +16,7 @@ from kvferry.plan.packing import BlockShape, PackedSide, Starts
 from kvferry.staging.choice import bind_thread, kernels_for, mapped_copies
 from kvferry.staging.compiled_runs import CompiledRuns
 from kvferry.staging.host import HostKernels
-from kvferry.staging.kernels import Kernels, StartArray
+from kvferry.staging.kernels import Kernels, StartArray, Watch, unwatched
 from kvferry.staging.memory import StagingMemory, allocate, why_not_mapped
 from kvferry.staging.runs import Runs
 from kvferry.staging.sharing import MappedCopies
@@ -126,13 +126,21 @@ class StagingResources(ABC):
 class MachineResources(StagingResources):
     """The memory and kernels of this machine."""
 
+    def __init__(self, watch: Watch = unwatched) -> None:
+        """Takes nothing yet.
+
+        Args:
+            watch: as in `choice.kernels_for`.
+        """
+        self._watch: Watch = watch
+
     def kernels(self, regions: Sequence[Region], device: Device) -> Kernels:
-        return kernels_for(regions, device)
+        return kernels_for(regions, device, self._watch)
 
     def runs(self, kernels: Kernels, transport: Transport, now: Callable[[], float]) -> Runs:
         if not (isinstance(kernels, HostKernels) and kernels.is_compiled and transport.has_compiled_ways):
             return super().runs(kernels, transport, now)
-        return CompiledRuns(kernels, transport, now)
+        return CompiledRuns(kernels, transport, now, watch=self._watch)
 
     def allocate(self, num_bytes: int, device: Device) -> StagingMemory:
         return allocate(num_bytes, device)

@@ -8,6 +8,7 @@ from io import StringIO
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 from rich.console import Console
 from tests.unit.applications.test_bench_options import options
@@ -17,8 +18,10 @@ from kvferry.applications.bench.commands import Received, Sent, Way
 from kvferry.applications.bench.measure import Measured, Round, Run, combined
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pattern import Checked
-from kvferry.applications.bench.ranks import interpreter_cpu_s, taken_since
+from kvferry.applications.bench.ranks import counted_platform, interpreter_cpu_s, taken_since
 from kvferry.applications.bench.summary import Case, Figures, all_exact, bulk_of, path_and_why, summarise
+from kvferry.layout import Device, Region
+from kvferry.plan.packing import BlockShape
 
 BOTH = "synchronous,direct"
 
@@ -283,3 +286,17 @@ def test_what_the_interpreter_takes_is_counted_and_no_more_than_all():
     assert taken is not None
     assert 0.02 < taken < time.process_time() - cpu_before + 0.02
     assert taken_since(None) is None
+
+
+def test_what_runs_without_the_interpreters_lock_is_not_counted_as_the_interpreters():
+    staging = counted_platform().staging
+    tensor = np.ones(64 << 20, np.uint8)
+    kernels = staging.kernels([Region(tensor.ctypes.data, tensor.size)], Device())
+    half, shape = tensor.size // 2, BlockShape((), 1 << 20)
+    starts = tensor.ctypes.data + np.arange(half >> 20, dtype=np.int64) * shape.length
+    before, cpu_before = interpreter_cpu_s(), time.process_time()
+    while (cpu_s := time.process_time() - cpu_before) < 0.1:
+        kernels.gather(starts, shape, tensor.ctypes.data + half)
+    taken = taken_since(before)
+    assert taken is not None
+    assert taken < 0.5 * cpu_s

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import ParamSpec, TypeVar
 
 import pytest
 
@@ -12,6 +14,9 @@ from kvferry.layout import Device, MemoryKind, Region
 from kvferry.staging import allocate, kernels_for
 from kvferry.staging.choice import bind_thread, mapped_copies
 from kvferry.staging.host import HostKernels
+
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
 
 GPU = Device(MemoryKind.VRAM, 1)
 REGIONS = [Region(4096, 4096)]
@@ -69,3 +74,23 @@ def test_without_triton_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(TransportUnavailableError, match=r"needs triton.*pip install 'triton.*KVFERRY_PATH=direct"):
         kernels_for(REGIONS, GPU)
+
+
+def test_a_wait_for_a_gpu_is_watched_which_spins_without_the_interpreters_lock(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="Triton has no wheels for this platform")
+    from kvferry.staging.cuda import CudaAccelerator
+
+    said: list[str] = []
+    stream = SimpleNamespace(synchronize=lambda: said.append("waited"))
+    monkeypatch.setattr("torch.cuda.Stream", lambda *given, **named: stream)
+
+    def watch(call: Callable[P, Returned], /) -> Callable[P, Returned]:
+        def watched(*given: P.args, **named: P.kwargs) -> Returned:
+            returned = call(*given, **named)
+            said.append("watched")
+            return returned
+
+        return watched
+
+    CudaAccelerator(0, watch=watch).stream().synchronize()
+    assert said == ["waited", "watched"]

@@ -276,6 +276,22 @@ def test_steps_that_end_with_their_posts_go_in_slices_and_only_the_last_of_a_ste
     assert len(world.calls.released) == len(told)
 
 
+def test_each_call_of_compiled_code_is_watched_for_it_runs_without_the_interpreters_lock(world: World):
+    begun: list[int] = []
+
+    def watch(call: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*given: Any) -> Any:
+            begun.append(call(*given))
+            return begun[-1]
+
+        return watched
+
+    world.runs = CompiledRuns(world.kernels, cast(Any, world.transport), world.now, watch=watch)
+    assert world.run() == 3
+    assert begun == [3]
+    world.check(0)
+
+
 def test_once_a_slice_is_on_its_way_the_rest_of_its_step_follows_in_one_piece_and_nobody_is_told_before_both(
     world: World,
 ):

@@ -355,7 +355,7 @@ def test_without_compiled_code_the_interpreter_copies_and_says_why(tmp_path: Pat
 def test_kernels_without_compiled_code_say_so_in_the_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("kvferry.staging.choice.fastest", lambda: (interpreted, "no blocks.so"))
+    monkeypatch.setattr("kvferry.staging.choice.fastest", lambda watch: (interpreted, "no blocks.so"))
     kernels_for([Region(4096, 4096)], Device())
     assert "blocks are copied by the interpreter, which is slow" in caplog.text
     assert "no blocks.so" in caplog.text

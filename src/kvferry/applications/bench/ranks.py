@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,25 +24,66 @@ from kvferry.applications.bench.options import BY_LAYER, BenchOptions, Variant, 
 from kvferry.applications.bench.pool import Pool, Storage, allocate, storage_bytes
 from kvferry.cpus import usable_cpus
 from kvferry.endpoint import DecodeEndpoint, PrefillEndpoint, Receiver, Sender
+from kvferry.endpoint.runtime.platform import SystemPlatform
 from kvferry.errors import KVFerryError, PeerDisconnectedError, RegistryError, TransferTimeoutError
 from kvferry.layout import Interval, RankCoordinates
 from kvferry.plan.requests.page_numbers import GroupPages
 from kvferry.pools.pool import POISON
 from kvferry.protocol.transfer.states import TransferState
 from kvferry.settings import Settings
+from kvferry.staging.resources import MachineResources
 from kvferry.transport import Transport
 
 _THREADS = Path("/proc/self/task")
 
 
-def interpreter_cpu_s() -> float | None:
-    """Returns the CPU time of all threads that Python knows of, with what they call; None where nobody says.
+P = ParamSpec("P")
+Returned = TypeVar("Returned")
 
-    Those of a transport, of CUDA or of torch are none of them. It is more than what the interpreter's lock is held for:
-    compiled copies run without it, and so does waiting for a GPU, which spins. `benchmarks.interpreter_seconds` has
-    the rest alone.
+
+class WithoutLock:
+    """Counts what threads take of processors in calls that run without the interpreter's lock.
+
+    Attributes:
+        seconds: of CPU time, of all threads.
     """
-    nanoseconds = 0
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._lock = threading.Lock()
+
+    def watch(self, call: Callable[P, Returned], /) -> Callable[P, Returned]:
+        """Returns a call that does the same, and is counted."""
+
+        def watched(*given: P.args, **named: P.kwargs) -> Returned:
+            before = time.thread_time()
+            try:
+                return call(*given, **named)
+            finally:
+                taken_s = time.thread_time() - before
+                with self._lock:
+                    self.seconds += taken_s
+
+        return watched
+
+
+_WITHOUT_LOCK = WithoutLock()  # one, as there is one interpreter in a rank's process
+
+
+def counted_platform() -> SystemPlatform:
+    """Returns this machine, on which endpoints' compiled copies and posts and waits for a GPU are counted."""
+    platform = SystemPlatform()
+    platform.staging = MachineResources(_WITHOUT_LOCK.watch)
+    return platform
+
+
+def interpreter_cpu_s() -> float | None:
+    """Returns the CPU time for which Python's threads have had the interpreter's lock; None where nobody says.
+
+    Threads of a transport, of CUDA or of torch are none of them. Compiled copies, posts in the same call and waits for
+    a GPU, which spin, run without the lock: it is what an engine's own Python loses. Other calls of a transport count.
+    """
+    nanoseconds = -_WITHOUT_LOCK.seconds * 1e9
     for thread in threading.enumerate():
         if thread.native_id is None:
             continue
@@ -222,6 +263,7 @@ class PrefillRank(_SideRank[PrefillEndpoint, Sender]):
             engine=engine_name(self._run, variant),
             coordinates=self._coordinates,
             settings=_settings(self._options, registry_url, variant_of(variant)),
+            platform=counted_platform(),
             host_registry=registry_url is None,
         )
         return self._resources.enter_context(endpoint), endpoint.registry_url
@@ -345,6 +387,7 @@ class DecodeRank(_SideRank[DecodeEndpoint, Receiver]):
             engine="bench-decode",
             coordinates=self._coordinates,
             settings=_settings(self._options, registry_url, variant_of(variant)),
+            platform=counted_platform(),
         )
         self._resources.enter_context(endpoint)
         endpoint.connect(engine_name(self._run, variant))
