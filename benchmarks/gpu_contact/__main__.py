@@ -8,9 +8,10 @@
 
 Every section runs in a process group of its own, under a limit. One file comes of it, contact-1.tar.gz (-2, or
 contact.tar.gz): a page, the same as JSON, and all that each section has printed. It is written anew after every section
-and when the run is cut off. Wheels in --wheels are unpacked and put behind what PYTHONPATH has. A dry run, and a
-rehearsal on the CPU, need no GPU. The exit code is 0 if every section ran and all was as expected, 1 if not, 3 if there
-is no GPU, and 128 and the signal's number if it was cut off.
+and when the run is cut off. GPU_CONTACT_COMMIT names the commit where there is no git to ask. Wheels in --wheels are
+unpacked and put behind what PYTHONPATH has. A dry run, and a rehearsal on the CPU, which judges no figures, need no
+GPU. The exit code is 0 if every section ran and all was as expected, 1 if not, 3 if there is no GPU, and 128 and the
+signal's number if it was cut off.
 """
 
 from __future__ import annotations
@@ -189,11 +190,11 @@ def write(out: Path, about: Mapping[str, str], found: Sequence[page.Found]) -> N
     (out / "contact.md").write_text(page.markdown(about, found), encoding="utf-8")
 
 
-def is_well(found: Sequence[page.Found]) -> bool:
-    """Returns whether every section ran and all was as expected."""
+def is_well(found: Sequence[page.Found], *, judges: bool = True) -> bool:
+    """Returns whether every section ran and, unless figures mean nothing, all was as expected."""
     return all(
         each.answer.outcome in (Outcome.DONE, Outcome.LEFT_OUT)
-        and all(verdict.is_so is not False for verdict in each.section.verdicts(each.answer.result))
+        and not (judges and any(verdict.is_so is False for verdict in each.section.verdicts(each.answer.result)))
         for each in found
     )
 
@@ -258,7 +259,7 @@ def main(given: Sequence[str] | None = None) -> None:
             total_s=total_s - (time.monotonic() - begun_at),
             archive=typed.out / name,
         )
-    sys.exit(not is_well(found))
+    sys.exit(not is_well(found, judges=not typed.rehearse))
 
 
 if __name__ == "__main__":

@@ -19,9 +19,15 @@ from typing import Any
 import pytest
 from benchmarks.gpu_contact import __main__ as contact
 from benchmarks.gpu_contact import page, running, wheels
+from benchmarks.gpu_contact.probes import transfers
 from benchmarks.gpu_contact.running import Answer, Outcome
 from benchmarks.gpu_contact.sections import NAMED_S, TOTAL_S, Section, Verdict, chosen, of_part, sections
 from tests.support.clones import ROOT
+
+from kvferry.applications.bench.options import BenchArguments, prepare
+from kvferry.layout import MemoryKind
+from kvferry.settings import Settings
+from kvferry.staging.sizes import CHUNKS_IN_RING, StagingSettings, staging_sizes
 
 BULK = {"device": "cuda", "exact": True, "legacy_ipc_capable": True}
 MAPPED = {"config": "cuda_ipc/cuda", "how": "zero-copy", "emulated": False}
@@ -111,6 +117,8 @@ def test_a_run_goes_on_after_a_section_that_hangs_and_writes_after_each(tmp_path
     assert [each["outcome"] for each in written["sections"]] == ["done", "overtime", "left_out", "done"]
     assert written["sections"][0]["verdicts"] == [["every byte is right", True]]
     assert not contact.is_well(found)
+    wrong = page.Found(found[0].section, Answer(Outcome.DONE, result={"exact": False}))
+    assert (contact.is_well([wrong]), contact.is_well([wrong], judges=False)) == (False, True)
     assert contact.is_well([found[0], found[3]])
 
 
@@ -237,6 +245,19 @@ def test_the_sections_of_each_part_fit_into_its_time():
         if "-m" in each.command and "probes" in each.command[2]:
             assert (ROOT / f"{each.command[2].replace('.', '/')}.py").is_file()
             assert each.command[3:5] == ("--device", "cuda")
+
+
+def test_no_size_that_is_measured_takes_more_memory_than_an_endpoint_may(monkeypatch: pytest.MonkeyPatch):
+    """Beyond it bytes go directly, and the figure would be another path's."""
+    options = prepare(BenchArguments(prefill_tp=2))[0]
+    for case in list(transfers.cases(options, transfers.SIZES, ("staged",), Path("nowhere")))[1:]:
+        for name, value in case.environment.items():
+            monkeypatch.setenv(name, value)
+        settings = Settings()
+        sizes, most = staging_sizes(settings, MemoryKind.VRAM), settings.of(StagingSettings).most_bytes
+        assert sum(sizes.of_sender(settings.gather_workers)) <= most
+        assert options.prefill.tp_size * sizes.ring_bytes <= most
+        assert sizes.ring_bytes >= CHUNKS_IN_RING * sizes.chunk_bytes
 
 
 def test_the_page_shows_what_was_expected_first_and_every_figure():

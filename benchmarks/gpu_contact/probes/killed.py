@@ -49,9 +49,10 @@ def _hold(device: DeviceName, num_bytes: int, offered: Any, asked: Any, answered
         answered.put((problem, len(seen) == 1))
 
 
-def _copy(device: DeviceName, mapped: Any, asked: Any, answered: Any) -> None:
+def _copy(device: DeviceName, offered: Any, asked: Any, answered: Any) -> None:
     import torch
 
+    mapped = offered.get(timeout=60)  # from the holder itself: what came from another process cannot be passed on
     sources = [torch.full_like(mapped, value, device=_kind(device)) for value in (1, 2)]
     said, is_first = "", True
     while True:
@@ -79,11 +80,10 @@ def killed(victim: str, device: DeviceName, num_bytes: int) -> dict[str, object]
     offered = context.Queue()
     holder = context.Process(target=_hold, args=(device, num_bytes, offered, *queues["holder"]), daemon=True)
     holder.start()
-    mapped = offered.get(timeout=60)
-    writer = context.Process(target=_copy, args=(device, mapped, *queues["writer"]), daemon=True)
+    writer = context.Process(target=_copy, args=(device, offered, *queues["writer"]), daemon=True)
     writer.start()
     processes = {"holder": holder, "writer": writer}
-    assert queues["writer"][1].get(timeout=60) == "copying"
+    assert queues["writer"][1].get(timeout=120) == "copying"
     (survivor,) = set(processes) - {victim}
     before = time.perf_counter()
     processes[victim].kill()

@@ -51,6 +51,7 @@ _SHOWN = (
 
 
 _VARIABLES = ("KVFERRY_STAGING_CHUNK_MIB", "KVFERRY_STAGING_RING_MIB", "KVFERRY_GATHER_WORKERS")
+_MOST = {"KVFERRY_STAGING_MEMORY_MIB": "8192"}  # four workers with rings of 1 GiB take more than an endpoint may
 
 
 class Note(msgspec.Struct, frozen=True):
@@ -105,7 +106,7 @@ def _take_sizes(planned: Sequence[BenchOptions], command: commands.Command) -> N
     if isinstance(command, commands.Prepare):
         case = planned[command.case]
         assert isinstance(case, SizedOptions)
-        for name in _VARIABLES:
+        for name in (*_VARIABLES, *_MOST):
             os.environ.pop(name, None)
         os.environ.update(case.environment)
 
@@ -163,7 +164,7 @@ def cases(
     common = {field.name: getattr(given, field.name) for field in fields(given)} | {"notes": notes}
     yield SizedOptions(**common | {"variants": tuple(variants)}, environment={})
     for size in sizes:
-        environment = dict(zip(_VARIABLES, map(str, size), strict=True))
+        environment = dict(zip(_VARIABLES, map(str, size), strict=True)) | _MOST
         yield SizedOptions(**common | {"variants": ("staged",)}, environment=environment)
 
 
@@ -193,7 +194,7 @@ def measure(
         ):
             teams = Teams(prefill, decode)
             for number, options in enumerate(planned):
-                sized = "/".join(options.environment.values()) or "as they are"
+                sized = "/".join(options.environment.get(name, "") for name in _VARIABLES).strip("/") or "as they are"
                 if number and not clock.has_time_for(sized):
                     continue
                 measurement = MeasurementByTime(planned, number, teams, 0.05 if is_tiny else LEAST_S)
