@@ -15,10 +15,10 @@ from tests.unit.applications.test_bench_options import options
 
 from kvferry.applications.bench import report
 from kvferry.applications.bench.commands import Received, Sent, Way
+from kvferry.applications.bench.interpreter_time import counted_platform, interpreter_cpu_s, taken_since
 from kvferry.applications.bench.measure import Measured, Round, Run, combined
 from kvferry.applications.bench.options import BenchOptions
 from kvferry.applications.bench.pattern import Checked
-from kvferry.applications.bench.ranks import counted_platform, interpreter_cpu_s, taken_since
 from kvferry.applications.bench.summary import Case, Figures, all_exact, bulk_of, path_and_why, summarise
 from kvferry.layout import Device, Region
 from kvferry.plan.packing import BlockShape

@@ -11,9 +11,10 @@ from typing import Protocol, TypeAlias
 from kvferry.endpoint.prefill.admission import Admitted
 from kvferry.endpoint.prefill.attachment import Attachment
 from kvferry.endpoint.prefill.context import PrefillContext
+from kvferry.endpoint.prefill.receiver_writes import ReceiverWrites
 from kvferry.endpoint.prefill.room import SendingRoom
 from kvferry.endpoint.prefill.room_write import Target
-from kvferry.endpoint.prefill.staged_writes import PostNextPart, ReceiverWrites, StagedPart
+from kvferry.endpoint.prefill.staged_writes import PostNextPart, StagedPart
 from kvferry.endpoint.runtime.callers_code import SIGNAL, Awaited, CallersCode
 from kvferry.endpoint.runtime.run_queue import Actor, Timers
 from kvferry.endpoint.runtime.workers import Worker, WorkerPool

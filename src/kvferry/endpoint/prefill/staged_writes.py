@@ -1,6 +1,5 @@
-"""The writes of a room to one receiver: directly into its pages (`room_write`), or staged.
+"""The staged writes of a room to one receiver: gathered by sub-chunks, each written into the receiver's ring in bulk.
 
-Staged ones are gathered sub-chunk by sub-chunk, each written into the receiver's ring in bulk.
 In a turn a room does a run of those for which there is memory, and then queues again (`due_at`). Once somebody has come
 who is due before, no more are prepared, and the run ends; what is prepared goes first, since it keeps memory. So a huge
 request delays a small one by a run at most. Where memory is short, on this side or the receiver's, the room waits for
@@ -16,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from kvferry.endpoint.prefill.admission import due_at
-from kvferry.endpoint.prefill.room_write import DirectWrite, DirectWrites, RoomWrite, Target
+from kvferry.endpoint.prefill.room_write import RoomWrite, Target
 from kvferry.endpoint.runtime.workers import Worker
-from kvferry.errors import KVFerryError, PeerDisconnectedError, TransferTimeoutError
+from kvferry.errors import KVFerryError, TransferTimeoutError
 from kvferry.layout import Region
 from kvferry.observe.records import PartRecord
-from kvferry.plan import Choice, TransferPath
-from kvferry.protocol.transfer.events import Broke, Write, WriteFailed, WriteProgressed
+from kvferry.plan import Choice
+from kvferry.protocol.transfer.events import Broke, Write, WriteProgressed
 from kvferry.protocol.wire import messages
 from kvferry.staging.gathering import Gathering
 from kvferry.staging.rings import SharedRing, Span
@@ -453,53 +452,3 @@ def _give_up(target: Target, span: Span, *, after_failure: bool = False) -> None
         after_failure=after_failure,
     )
     target.context.send(target.receiver, message)
-
-
-class ReceiverWrites:
-    """Those of a room to one receiver. Only the room's own turns use it, where nothing else is said.
-
-    Attributes:
-        direct: those into its pages.
-        staged: those through its ring.
-    """
-
-    def __init__(self, target: Target) -> None:
-        """Begins with none."""
-        self._target = target
-        self.direct = DirectWrites(target)
-        self.staged = StagedWrites(target)
-
-    def write(self, command: Write, worker: Worker, *, submitted_at: float) -> None:
-        """Begins a write: it is posted when there is memory for it, or when it is admitted.
-
-        Args:
-            submitted_at: when the first of its chunks was handed in, and all receivers had opened the room.
-        """
-        target, attachment = self._target, self._target.attachment
-        if not attachment.begin_write():
-            self._fail(command, PeerDisconnectedError(f"{command.receiver} is not connected any more"))
-            return
-        begun_at = target.context.now()
-        try:
-            choice = attachment.paths.choose(command.unit, target.elected, command.moves)
-            if choice.path is TransferPath.STAGED:
-                self.staged.write(StagedWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at))
-                return
-        except Exception as error:
-            attachment.end_write()
-            self._fail(command, error)
-            return
-        self.direct.write(DirectWrite(command, target, choice, submitted_at=submitted_at, begun_at=begun_at), worker)
-
-    def _fail(self, command: Write, error: Exception) -> None:
-        self._target.report_failure(error)
-        self._target.room.post(WriteFailed(command.receiver, command.sequence, error))
-
-    def cancel(self, error: KVFerryError, worker: Worker) -> None:
-        """Posts nothing more."""
-        self.direct.drop()
-        self.staged.cancel(error, worker)
-
-    def moved_at(self, now: float) -> float:
-        """Returns when something last got on that the writes wait for, also others' to the same receiver."""
-        return max(self.direct.moved_at, min(self.staged.moved_at, now), self._target.attachment.moved_at)
